@@ -1,0 +1,190 @@
+"""Records that cross a module's border, and the protocols that `loop/` knows.
+
+Shape letters, here and everywhere: P prompts, G answers per prompt, T packed tokens, V vocabulary, D hidden,
+N heads, H head size, S cache slots.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+
+class SampleStatus(str, enum.Enum):
+    """What became of an answer. `truncated`: it met a length limit. `failed`: it could not be generated or scored."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt and its answer, from the data file to the trainer. Attribute names are the public ones hooks use.
+
+    `tokens` holds prompt and response ids; every per-token list (`loss_mask`, `rollout_log_probs`, `weight_versions`)
+    covers the response only, so its length is `response_length`.
+    """
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
+
+    group_index: int = -1  # which prompt of the run, counted from 0; siblings share it
+    index: int = -1  # which sample of the run, counted from 0
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[int] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    remove_sample: bool = False  # keeps the sample in the batch with a loss mask of zeros
+    metadata: dict[str, Any] = field(default_factory=dict)
+    kept_token_ids: list[list[int]] | None = None  # per token: the ids that top-k, top-p or min-p left (sampling replay)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the engine draws tokens. `temperature` 0 is greedy. `top_k` -1, `top_p` 1 and `min_p` 0 switch a cut off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # also ignores the model's own stop ids; used by benchmarks with forced lengths
+    return_kept_tokens: bool = False
+
+
+class FinishReason(str, enum.Enum):
+    """Why an answer ended. `stop`: an end token or a stop string. `length`: a limit. `error`: the request failed."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to write. `noise_key` fixes every random draw of it: the same key gives the same draws in any batch."""
+
+    request_id: int
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    noise_key: int = 0  # 64 bits, hash(run seed, rollout id, group, index)
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A finished answer. Per-token lists have one entry for each id in `output_ids`.
+
+    `output_ids` keeps the end token that stopped it. `text` is decoded without special tokens unless asked, and is cut
+    before a stop string. `log_probs` come from the distribution the token was drawn from (temperature and cuts
+    applied); for greedy answers from the untempered softmax.
+    """
+
+    request_id: int
+    output_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+    text: str = ""
+    cached_tokens: int = 0  # prompt tokens served from the prefix index
+    kept_token_ids: list[list[int]] | None = None
+    error: str | None = None
+
+
+class Generator(Protocol):
+    """A rollout engine, in this process or behind a URL."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is drawn with."""
+        ...
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue requests in order. Admission depends on this order and on engine steps only."""
+        ...
+
+    async def results(self) -> list[GenerationResult]:
+        """Wait for the next finished answers; at least one. Raises `EngineError` when the engine has died."""
+        ...
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> None:
+        """Stop these requests, or all; each still gets a result, with finish reason `abort`."""
+        ...
+
+    def pause(self, mode: str = "retract") -> None:
+        """Stop between two steps: `abort` ends running requests, `retract` recomputes them later, `in_place` keeps
+        their cache. Returns when no step is running."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class TrainSample:
+    """What the trainer sees of a sample. `reward` is what advantages come from, `raw_reward` what the grader said."""
+
+    tokens: list[int]
+    response_length: int
+    loss_mask: list[int]
+    reward: float
+    raw_reward: float
+    group_index: int
+    index: int
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[int] | None = None
+    truncated: bool = False
+    kept_token_ids: list[list[int]] | None = None
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What one call of `Trainer.train` reports: the `rollout/...` means, one `train/...` record per optimizer step,
+    and seconds per phase (`log_probs`, `ref_log_probs`, `actor_train`)."""
+
+    rollout: dict[str, float]
+    steps: list[dict[str, float]]
+    seconds: dict[str, float]
+
+
+class Trainer(Protocol):
+    """What `loop/` knows of a trainer."""
+
+    def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult: ...
+
+    def save(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Tensors by file stem (`model`, `optimizer`) and a JSON state (step count, schedule, RNG)."""
+        ...
+
+    def load(self, tensors: dict[str, dict[str, Any]], state: dict[str, Any]) -> None:
+        """Copy a saved state in place: no parameter moves."""
+        ...
+
+
+class DataSource(Protocol):
+    """Groups of untouched samples in a fixed order that a seed decides."""
+
+    def next(self, count: int) -> list[list[Sample]]:
+        """The next `count` groups; passes into a new epoch when one ends."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
