@@ -1,0 +1,44 @@
+"""Settings and fixtures of the whole suite. Threads are limited before torch can be imported: the suite must run well
+on two cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("miles", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("miles")
+
+
+@pytest.fixture(scope="session")
+def cases_dir() -> Path:
+    """Cases of right answers; `MILES_CASES_DIR` names a folder with other cases of the same form."""
+    return Path(os.environ.get("MILES_CASES_DIR", REPOSITORY / "tests" / "cases"))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder that holds `gsm8k/`; tests that need it are skipped where it is missing."""
+    folder = Path(os.environ.get("MILES_DATA_DIR", REPOSITORY.parent / "shared" / "data"))
+    if not (folder / "gsm8k" / "test.jsonl").is_file():
+        pytest.skip(f"GSM8K is not in {folder}; set MILES_DATA_DIR")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """Hugging Face folder of SmolLM2-135M-Instruct, made by `miles models get smollm2-135m-instruct`."""
+    folder = os.environ.get("MILES_SMOLLM2_DIR")
+    if folder is None:
+        pytest.skip("set MILES_SMOLLM2_DIR to the folder that `miles models get smollm2-135m-instruct` wrote")
+    return Path(folder)
