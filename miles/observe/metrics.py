@@ -1,0 +1,92 @@
+"""The numbers of a run on disk: `metrics.jsonl`, one record per step, and `events.jsonl`.
+
+These files are the truth; trackers mirror them. A record is on disk when `write` returns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from miles.errors import StorageError
+from miles.observe import names
+
+EVENT_SCHEMA = 1
+
+
+class MetricsWriter:
+    """Appends to the two files of a run folder.
+
+    `first_step` is the step a resumed run begins with: records of it and of later steps are dropped first, so that no
+    step is there twice. None begins anew. Raises `StorageError` when the folder cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int | None) -> None:
+        self._metrics_path = run_dir / "metrics.jsonl"
+        self._events_path = run_dir / "events.jsonl"
+        kept = [] if first_step is None else _records_before(self._metrics_path, first_step)
+        self._last_step = kept[-1]["step"] if kept else None
+        try:
+            _replace(self._metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
+            self._metrics = open(self._metrics_path, "a", encoding="utf-8")
+            self._events = open(self._events_path, "a", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{run_dir}: cannot write the metrics of the run: {error.strerror}") from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the record of a step. Steps rise; every name is known; every value is a finite number."""
+        assert self._last_step is None or step > self._last_step, f"step {step} comes after step {self._last_step}"
+        for name, value in metrics.items():
+            names.check(name)
+            assert math.isfinite(value), f"{name} of step {step} is {value}: it must be finite to be recorded"
+        _append(self._metrics, {"step": step, "time": now(), **metrics})
+        self._last_step = step
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Add something that happened: `start`, `resume`, `checkpoint`, `stop`, `error`, ..."""
+        _append(self._events, {"schema": EVENT_SCHEMA, "time": now(), "kind": kind, **fields})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file; a last line that was cut off by a crash is left out. Missing file: none."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def now() -> str:
+    """UTC time to the millisecond, in ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _records_before(path: Path, step: int) -> list[dict[str, Any]]:
+    return [record for record in read_records(path) if record["step"] < step]
+
+
+def _append(file: Any, record: dict[str, Any]) -> None:
+    try:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(f"{file.name}: cannot write: {error.strerror}; free space and resume the run") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give a file new content so that a crash leaves the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
