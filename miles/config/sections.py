@@ -1,4 +1,4 @@
-"""Every flag of Miles, one frozen dataclass per concern. A field `rollout_batch_size` is the flag `--rollout-batch-size`.
+"""Every flag of Miles, one frozen dataclass per concern. The field `rollout_top_p` is the flag `--rollout-top-p`.
 
 `None` means "resolved at start" (see `resolve.py`) or "off", as the help says.
 """
@@ -8,7 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles.config.fields import SATISFIED, flag
+from miles.config.fields import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    FRACTION,
+    FRACTION_ABOVE_ZERO,
+    FRACTION_BELOW_ONE,
+    NOT_NEGATIVE,
+    SATISFIED,
+    Bounds,
+    flag,
+)
+
+TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
+SEED = Bounds("from 0 to 2^63 - 1", low=0, high=2**63 - 1)
+PORTION_OF_GPU = Bounds("between 0 and 1", low=0, high=1, low_open=True, high_open=True)
 
 
 @dataclass(frozen=True)
@@ -19,8 +33,14 @@ class ModelConfig:
     ref_load: str | None = flag(None, "reference model for the KL terms; default: the start weights of this run")
     chat_template_path: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template")
     device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "weights: float32 on a CPU, bfloat16 with float32 masters on a GPU", choices=("auto", "float32", "bfloat16"))
-    num_threads: int | None = flag(None, "CPU threads of the worker; default by model size", unit="threads", resume=True)
+    dtype: str = flag(
+        "auto",
+        "weights: float32 on a CPU, bfloat16 with float32 masters on a GPU",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    num_threads: int | None = flag(
+        None, "CPU threads of the worker; default by model size", unit="threads", bounds=AT_LEAST_ONE, resume=True
+    )
     attn_implementation: str | None = flag(None, "attention of the trainer, by its public name")
     train_backend: str = flag("fsdp", "public name of the trainer", choices=("fsdp",), effect=SATISFIED)
 
@@ -37,26 +57,46 @@ class DataConfig:
     apply_chat_template: bool = flag(False, "render prompts through the chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, "JSON of extra arguments for the chat template")
     rollout_shuffle: bool = flag(False, "shuffle prompts, anew each epoch")
-    rollout_seed: int = flag(42, "seed of the prompt order and of every random draw of the engine")
-    num_rollout: int | None = flag(None, "rollouts (steps of the loop) in all", unit="rollouts", resume=True)
-    num_epoch: int | None = flag(None, "passes over the prompts; used when --num-rollout is not set", unit="epochs", resume=True)
+    rollout_seed: int = flag(42, "seed of the prompt order and of every random draw of the engine", bounds=SEED)
+    num_rollout: int | None = flag(
+        None, "rollouts (steps of the loop) in all", unit="rollouts", bounds=AT_LEAST_ONE, resume=True
+    )
+    num_epoch: int | None = flag(
+        None,
+        "passes over the prompts; used when --num-rollout is not set",
+        unit="epochs",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """Rollout"""
 
-    rollout_batch_size: int = flag(32, "prompts in a rollout", unit="prompts")
-    n_samples_per_prompt: int = flag(8, "answers of a prompt; they form one group", unit="answers")
-    rollout_max_response_len: int = flag(1024, "longest answer", unit="tokens")
-    rollout_max_prompt_len: int | None = flag(None, "longer prompts are left out, counted and reported", unit="tokens")
-    rollout_max_context_len: int | None = flag(None, "prompt and answer together; default: the model's limit", unit="tokens")
-    rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too")
-    rollout_top_p: float = flag(1.0, "keep the smallest set of tokens with this probability; 1 keeps all")
-    rollout_top_k: int = flag(-1, "keep the k most likely tokens; -1 keeps all")
-    rollout_min_p: float = flag(0.0, "keep tokens with at least this share of the top probability")
+    rollout_batch_size: int = flag(32, "prompts in a rollout", unit="prompts", bounds=AT_LEAST_ONE)
+    n_samples_per_prompt: int = flag(8, "answers of a prompt; they form one group", unit="answers", bounds=AT_LEAST_ONE)
+    rollout_max_response_len: int = flag(1024, "longest answer", unit="tokens", bounds=AT_LEAST_ONE)
+    rollout_max_prompt_len: int | None = flag(
+        None, "longer prompts are left out, counted and reported", unit="tokens", bounds=AT_LEAST_ONE
+    )
+    rollout_max_context_len: int | None = flag(
+        None, "prompt and answer together; default: the model's limit", unit="tokens", bounds=AT_LEAST_ONE
+    )
+    rollout_temperature: float = flag(
+        1.0, "sampling temperature; the trainer divides its logits by it too", bounds=NOT_NEGATIVE
+    )
+    rollout_top_p: float = flag(
+        1.0, "keep the smallest set of tokens with this probability; 1 keeps all", bounds=FRACTION_ABOVE_ZERO
+    )
+    rollout_top_k: int = flag(-1, "keep the k most likely tokens; -1 keeps all", bounds=TOP_K)
+    rollout_min_p: float = flag(
+        0.0, "keep tokens with at least this share of the top probability", bounds=FRACTION_BELOW_ONE
+    )
     rollout_stop: tuple[str, ...] = flag((), "strings that end an answer")
-    rollout_stop_token_ids: tuple[int, ...] = flag((), "token ids that end an answer, besides the model's own")
+    rollout_stop_token_ids: tuple[int, ...] = flag(
+        (), "token ids that end an answer, besides the model's own", bounds=NOT_NEGATIVE
+    )
     rollout_skip_special_tokens: bool = flag(True, "leave special tokens out of the answer text that rewards see")
 
 
@@ -65,12 +105,18 @@ class RewardConfig:
     """Reward"""
 
     rm_type: str | None = flag(None, "built-in reward")
-    custom_rm_path: str | None = flag(None, "import path of a reward, plain or async: f(args, sample) -> number or dict")
+    custom_rm_path: str | None = flag(
+        None, "import path of a reward, plain or async: f(args, sample) -> number or dict"
+    )
     reward_key: str | None = flag(None, "field of a reward that is a dict")
     group_rm: bool = flag(False, "call the custom reward once per group: f(args, samples) -> list")
-    rm_timeout: float = flag(0.8, "longest time a built-in grader may take for one answer", unit="s")
-    custom_rm_timeout: float = flag(60.0, "longest time a custom reward may take for one call", unit="s")
-    rm_num_workers: int = flag(2, "processes that grade answers", unit="processes")
+    rm_timeout: float = flag(
+        0.8, "longest time a built-in grader may take for one answer", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    custom_rm_timeout: float = flag(
+        60.0, "longest time a custom reward may take for one call", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    rm_num_workers: int = flag(2, "processes that grade answers", unit="processes", bounds=AT_LEAST_ONE, resume=True)
 
 
 @dataclass(frozen=True)
@@ -81,11 +127,13 @@ class AlgorithmConfig:
     disable_grpo_std_normalization: bool = flag(False, "do not divide by the standard deviation of the group")
     disable_rewards_normalization: bool = flag(False, "use the rewards as advantages as they are")
     loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss"))
-    eps_clip: float = flag(0.2, "lower clip range of the ratio, and upper when --eps-clip-high is not set")
-    eps_clip_high: float | None = flag(None, "upper clip range of the ratio")
+    eps_clip: float = flag(
+        0.2, "lower clip range of the ratio, and upper when --eps-clip-high is not set", bounds=ABOVE_ZERO
+    )
+    eps_clip_high: float | None = flag(None, "upper clip range of the ratio", bounds=ABOVE_ZERO)
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of the step instead of a mean per answer first")
     use_kl_loss: bool = flag(False, "add a KL term to the reference model")
-    kl_loss_coef: float = flag(0.0, "weight of the KL term")
+    kl_loss_coef: float = flag(0.0, "weight of the KL term", bounds=NOT_NEGATIVE)
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     use_rollout_logprobs: bool = flag(False, "the engine's log-probs are the old policy")
@@ -95,31 +143,49 @@ class AlgorithmConfig:
 class OptimConfig:
     """Optimizer"""
 
-    lr: float = flag(1e-6, "learning rate at its highest")
-    min_lr: float = flag(0.0, "learning rate at the end of a decay")
+    lr: float = flag(1e-6, "learning rate at its highest", bounds=NOT_NEGATIVE)
+    min_lr: float = flag(0.0, "learning rate at the end of a decay", bounds=NOT_NEGATIVE)
     lr_decay_style: str = flag("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
-    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", unit="steps")
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of all optimizer steps")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
-    lr_decay_iters: int | None = flag(None, "optimizer steps until min-lr; default: all of the run", unit="steps")
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", unit="steps", bounds=NOT_NEGATIVE)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of all optimizer steps", bounds=FRACTION)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", bounds=NOT_NEGATIVE)
+    lr_decay_iters: int | None = flag(
+        None, "optimizer steps until min-lr; default: all of the run", unit="steps", bounds=AT_LEAST_ONE
+    )
     optimizer: str = flag("adam", "adam is AdamW: decoupled weight decay", choices=("adam",))
-    weight_decay: float = flag(0.0, "decoupled weight decay of the matrices (norms and biases have none)")
-    adam_beta1: float = flag(0.9, "decay of the first moment")
-    adam_beta2: float = flag(0.95, "decay of the second moment")
-    adam_eps: float = flag(1e-8, "added to the root of the second moment")
-    clip_grad: float = flag(1.0, "largest L2 norm of the gradient; 0 switches clipping off")
-    seed: int = flag(1234, "seed of the trainer")
+    weight_decay: float = flag(
+        0.0, "decoupled weight decay of the matrices (norms and biases have none)", bounds=NOT_NEGATIVE
+    )
+    adam_beta1: float = flag(0.9, "decay of the first moment", bounds=FRACTION_BELOW_ONE)
+    adam_beta2: float = flag(0.95, "decay of the second moment", bounds=FRACTION_BELOW_ONE)
+    adam_eps: float = flag(1e-8, "added to the root of the second moment", bounds=ABOVE_ZERO)
+    clip_grad: float = flag(1.0, "largest L2 norm of the gradient; 0 switches clipping off", bounds=NOT_NEGATIVE)
+    seed: int = flag(1234, "seed of the trainer", bounds=SEED)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Batch"""
 
-    global_batch_size: int | None = flag(None, "samples of an optimizer step; default: the whole rollout", unit="samples")
-    num_steps_per_rollout: int | None = flag(None, "optimizer steps of a rollout; sets --global-batch-size", unit="steps")
-    max_tokens_per_gpu: int | None = flag(None, "tokens packed into a micro-batch; default by model and device", unit="tokens", resume=True)
-    micro_batch_size: int | None = flag(None, "largest number of samples in a micro-batch", unit="samples")
-    log_probs_chunk_size: int = flag(1024, "tokens whose logits exist at one time in the output head", unit="tokens")
+    global_batch_size: int | None = flag(
+        None, "samples of an optimizer step; default: the whole rollout", unit="samples", bounds=AT_LEAST_ONE
+    )
+    num_steps_per_rollout: int | None = flag(
+        None, "optimizer steps of a rollout; sets --global-batch-size", unit="steps", bounds=AT_LEAST_ONE
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None,
+        "tokens packed into a micro-batch; default by model and device",
+        unit="tokens",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    micro_batch_size: int | None = flag(
+        None, "largest number of samples in a micro-batch", unit="samples", bounds=AT_LEAST_ONE
+    )
+    log_probs_chunk_size: int = flag(
+        1024, "tokens whose logits exist at one time in the output head", unit="tokens", bounds=AT_LEAST_ONE
+    )
     use_dynamic_batch_size: bool = flag(True, "pack by tokens", effect=SATISFIED)
 
 
@@ -127,11 +193,19 @@ class BatchConfig:
 class EngineConfig:
     """Rollout engine (every --engine-X is also accepted as --sglang-X)"""
 
-    engine_mem_fraction_static: float | None = flag(None, "share of GPU memory for weights and KV cache; default: what the trainer leaves")
-    engine_max_total_tokens: int | None = flag(None, "tokens the KV cache holds; default by memory", unit="tokens")
-    engine_max_running_requests: int | None = flag(None, "answers written at one time; default by device", unit="answers")
-    engine_chunked_prefill_size: int | None = flag(None, "prompt tokens of one engine step; default by device", unit="tokens")
-    engine_page_size: int = flag(16, "tokens of a KV cache block", unit="tokens")
+    engine_mem_fraction_static: float | None = flag(
+        None, "share of GPU memory for weights and KV cache; default: what the trainer leaves", bounds=PORTION_OF_GPU
+    )
+    engine_max_total_tokens: int | None = flag(
+        None, "tokens the KV cache holds; default by memory", unit="tokens", bounds=AT_LEAST_ONE
+    )
+    engine_max_running_requests: int | None = flag(
+        None, "answers written at one time; default by device", unit="answers", bounds=AT_LEAST_ONE
+    )
+    engine_chunked_prefill_size: int | None = flag(
+        None, "prompt tokens of one engine step; default by device", unit="tokens", bounds=AT_LEAST_ONE
+    )
+    engine_page_size: int = flag(16, "tokens of a KV cache block", unit="tokens", bounds=AT_LEAST_ONE)
     engine_disable_radix_cache: bool = flag(False, "do not share the blocks of equal prompt beginnings")
     engine_attention_backend: str | None = flag(None, "attention of the engine, by its public name")
 
@@ -140,16 +214,30 @@ class EngineConfig:
 class EvalConfig:
     """Evaluation"""
 
-    eval_interval: int | None = flag(None, "rollouts between evaluations; also before the first and after the last", unit="rollouts")
-    eval_prompt_data: tuple[str, ...] = flag((), "pairs NAME FILE of evaluation sets")
-    skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout")
-    n_samples_per_eval_prompt: int = flag(1, "answers of an evaluation prompt", unit="answers")
-    eval_input_key: str | None = flag(None, "default: --input-key")
-    eval_label_key: str | None = flag(None, "default: --label-key")
-    eval_temperature: float | None = flag(None, "default: --rollout-temperature; 0 is greedy")
-    eval_top_p: float | None = flag(None, "default: --rollout-top-p")
-    eval_top_k: int | None = flag(None, "default: --rollout-top-k")
-    eval_max_response_len: int | None = flag(None, "default: --rollout-max-response-len", unit="tokens")
+    # Evaluation never changes the training samples, so all of it may differ when a run is resumed.
+
+    eval_interval: int | None = flag(
+        None,
+        "rollouts between evaluations; also before the first and after the last",
+        unit="rollouts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    eval_prompt_data: tuple[str, ...] = flag((), "pairs NAME FILE of evaluation sets", resume=True)
+    skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout", resume=True)
+    n_samples_per_eval_prompt: int = flag(
+        1, "answers of an evaluation prompt", unit="answers", bounds=AT_LEAST_ONE, resume=True
+    )
+    eval_input_key: str | None = flag(None, "default: --input-key", resume=True)
+    eval_label_key: str | None = flag(None, "default: --label-key", resume=True)
+    eval_temperature: float | None = flag(
+        None, "default: --rollout-temperature; 0 is greedy", bounds=NOT_NEGATIVE, resume=True
+    )
+    eval_top_p: float | None = flag(None, "default: --rollout-top-p", bounds=FRACTION_ABOVE_ZERO, resume=True)
+    eval_top_k: int | None = flag(None, "default: --rollout-top-k", bounds=TOP_K, resume=True)
+    eval_max_response_len: int | None = flag(
+        None, "default: --rollout-max-response-len", unit="tokens", bounds=AT_LEAST_ONE
+    )
 
 
 @dataclass(frozen=True)
@@ -157,9 +245,17 @@ class RunDirConfig:
     """Run folder and checkpoints"""
 
     runs_dir: str = flag("runs", "folder that holds the run folders", resume=True)
-    run_name: str | None = flag(None, "name of the run folder; default: made from model, data and settings", resume=True)
+    run_name: str | None = flag(
+        None, "name of the run folder; default: made from model, data and settings", resume=True
+    )
     save: str | None = flag(None, "checkpoint folder; default: checkpoints/ in the run folder", resume=True)
-    save_interval: int | None = flag(None, "rollouts between checkpoints; the last one is always saved", unit="rollouts", resume=True)
+    save_interval: int | None = flag(
+        None,
+        "rollouts between checkpoints; the last one is always saved",
+        unit="rollouts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
     load: str | None = flag(None, "folder of checkpoints to resume from; default: the one of --save", resume=True)
     save_hf: str | None = flag(None, "also export the final weights as a Hugging Face folder", resume=True)
 
@@ -169,9 +265,18 @@ class ProcessConfig:
     """Processes"""
 
     in_process: bool = flag(False, "run the worker in this process, for debugging and notebooks", resume=True)
-    heartbeat_timeout: float = flag(5.0, "a worker that is silent for longer counts as hung", unit="s", resume=True)
-    phase_deadlines: dict[str, float] = flag({}, "longest time of a phase in seconds, as JSON: {\"generate\": 600}", unit="s", resume=True)
-    progress: str = flag("auto", "progress display; auto: a live one on a terminal, else plain lines", choices=("auto", "live", "plain", "off"), resume=True)
+    heartbeat_timeout: float = flag(
+        5.0, "a worker that is silent for longer counts as hung", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    phase_deadlines: dict[str, float] = flag(
+        {}, 'longest time of a phase in seconds, as JSON: {"generate": 600}', unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    progress: str = flag(
+        "auto",
+        "progress display; auto: a live one on a terminal, else plain lines",
+        choices=("auto", "live", "plain", "off"),
+        resume=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +289,13 @@ class PublicLayoutConfig:
     num_gpus_per_node: int = flag(1, "GPUs of a machine", choices=(1,), effect=SATISFIED)
     rollout_num_gpus: int = flag(1, "GPUs of the engines", choices=(1,), effect=SATISFIED)
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", choices=(1,), effect=SATISFIED)
-    update_weight_buffer_size: int = flag(536870912, "bucket of a weight update; nothing is copied here", unit="bytes", effect=SATISFIED)
+    update_weight_buffer_size: int = flag(
+        536870912,
+        "bucket of a weight update; nothing is copied here",
+        unit="bytes",
+        effect=SATISFIED,
+        bounds=AT_LEAST_ONE,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""Rules about values and about flags that do not go together. All violations are found before any is reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from miles.config.flags import FLAGS, Flag, flatten, spelling
+from miles.config.resolve import samples_per_rollout
+from miles.config.sections import RunConfig
+from miles.errors import ConfigError
+
+
+def check(config: RunConfig) -> None:
+    """Raise a `ConfigError` with every rule that `config` violates."""
+    violations = rule_violations(config)
+    if violations:
+        raise ConfigError(*violations)
+
+
+def rule_violations(config: RunConfig) -> list[str]:
+    return [violation for rule in _RULES for violation in rule(config)]
+
+
+def _bounds(config: RunConfig) -> Iterator[str]:
+    """Types are parse.py's business; values also come from code, so ranges and choices are checked here."""
+    for name, value in flatten(config).items():
+        flag = FLAGS[name]
+        if flag.choices and value not in flag.choices:
+            allowed = ", ".join(str(choice) for choice in flag.choices)
+            yield f"{flag.spelling} must be one of {allowed}, not {value!r}"
+        for number in _numbers(value):
+            if problem := _out_of_bounds(flag, number):
+                yield f"{flag.spelling} must be {problem}, not {number}"
+
+
+def _numbers(value: Any) -> list[float]:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+    return [entry for entry in entries if isinstance(entry, (int, float)) and not isinstance(entry, bool)]
+
+
+def _out_of_bounds(flag: Flag, number: float) -> str:
+    if not math.isfinite(number):
+        return "a finite number"
+    return flag.bounds.text if flag.bounds and not flag.bounds.holds(number) else ""
+
+
+def _required(config: RunConfig) -> Iterator[str]:
+    if not config.model.hf_checkpoint:
+        yield "--hf-checkpoint is missing: give a Hugging Face model folder, or a hub name when online"
+    if not config.data.prompt_data:
+        yield "--prompt-data is missing: give a JSONL or parquet file of prompts"
+    if config.data.num_rollout is None and config.data.num_epoch is None:
+        yield "--num-rollout or --num-epoch is missing: say how long to train"
+
+
+def _reward(config: RunConfig) -> Iterator[str]:
+    reward = config.reward
+    if config.algorithm.loss_type == "policy_loss" and reward.rm_type is None and reward.custom_rm_path is None:
+        yield "--rm-type or --custom-rm-path is missing: policy_loss learns from a reward"
+    if reward.group_rm and reward.custom_rm_path is None:
+        yield "--group-rm needs --custom-rm-path: built-in rewards score one answer at a time"
+    if reward.rm_type == "math" and reward.custom_rm_path is None and config.data.label_key is None:
+        yield "--rm-type math needs --label-key, the column of the right answer"
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    for name in ("rollout_top_k", "eval_top_k"):
+        if flatten(config)[name] == 0:
+            yield f"{spelling(name)} must be -1 (keep all tokens) or at least 1, not 0"
+    if "" in rollout.rollout_stop:
+        yield "--rollout-stop has an empty string, which would end every answer at once"
+    context, answer, prompt = (
+        rollout.rollout_max_context_len,
+        rollout.rollout_max_response_len,
+        rollout.rollout_max_prompt_len,
+    )
+    if context is not None and answer >= context:
+        yield f"--rollout-max-response-len {answer} leaves no room for a prompt in --rollout-max-context-len {context}"
+    if context is not None and prompt is not None and prompt >= context:
+        yield f"--rollout-max-prompt-len {prompt} leaves no room for an answer in --rollout-max-context-len {context}"
+    if config.algorithm.loss_type == "policy_loss":
+        yield from _sampling_for_training(config)
+
+
+def _sampling_for_training(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rollout_temperature == 0:
+        yield (
+            "--rollout-temperature 0 is greedy: all answers of a group would be equal and nothing could be learned; "
+            "use a value above 0 (--eval-temperature 0 evaluates greedily)"
+        )
+    cuts = {
+        "--rollout-top-p": (rollout.rollout_top_p, rollout.rollout_top_p < 1, "1"),
+        "--rollout-top-k": (rollout.rollout_top_k, rollout.rollout_top_k > 0, "-1"),
+        "--rollout-min-p": (rollout.rollout_min_p, rollout.rollout_min_p > 0, "0"),
+    }
+    for flag, (value, cuts_tokens, off) in cuts.items():
+        if cuts_tokens:
+            yield (
+                f"{flag} {value} cannot be trained on: answers would be drawn from fewer tokens than the trainer "
+                f"scores them over, which makes every ratio wrong; use {off} (--eval-top-p and --eval-top-k are free)"
+            )
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    policy = algorithm.loss_type == "policy_loss"
+    if policy and config.rollout.n_samples_per_prompt == 1 and not algorithm.disable_rewards_normalization:
+        yield (
+            "--n-samples-per-prompt 1 gives groups of one answer: compared with its own mean and standard deviation "
+            "every reward becomes an advantage of 0; use at least 2, or --disable-rewards-normalization to take "
+            "rewards as they are"
+        )
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    batch, total = config.batch, samples_per_rollout(config)
+    if total < 1:
+        return
+    shown = f"--rollout-batch-size {config.rollout.rollout_batch_size}"
+    if config.algorithm.loss_type == "policy_loss":
+        shown += f" x --n-samples-per-prompt {config.rollout.n_samples_per_prompt} = {total} samples"
+    size, steps = batch.global_batch_size, batch.num_steps_per_rollout
+    if size is not None and size >= 1 and total % size:
+        yield f"{shown} do not divide into optimizer steps of --global-batch-size {size}; {_divisors(total, size)}"
+    if steps is not None and steps >= 1 and total % steps:
+        yield f"{shown} do not divide into --num-steps-per-rollout {steps}; {_divisors(total, steps)}"
+    elif size is not None and steps is not None and size * steps != total:
+        yield (
+            f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps} samples, but {shown}; "
+            "give only one of the two"
+        )
+
+
+def _divisors(total: int, wanted: int) -> str:
+    """ "96 or 128 would": the nearest divisors of `total` on both sides."""
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    near = [number for number in divisors if number < wanted][-1:] + [number for number in divisors if number > wanted][
+        :1
+    ]
+    return " or ".join(str(number) for number in near) + " would"
+
+
+def _loss(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
+        yield f"--kl-loss-coef {algorithm.kl_loss_coef} would be ignored: add --use-kl-loss, or leave it out"
+    if algorithm.loss_type == "sft_loss" and algorithm.use_kl_loss:
+        yield "--use-kl-loss belongs to --loss-type policy_loss, not sft_loss"
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optim = config.optim
+    if optim.lr_warmup_iters and optim.lr_warmup_fraction is not None:
+        yield "--lr-warmup-iters and --lr-warmup-fraction both set the warm-up: give one of them"
+    if optim.lr_decay_style != "constant" and optim.min_lr > optim.lr > 0:
+        yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}: a decay ends at --min-lr"
+    if optim.lr_decay_iters is not None and optim.lr_decay_iters < optim.lr_warmup_iters:
+        yield (
+            f"--lr-decay-iters {optim.lr_decay_iters} is less than --lr-warmup-iters {optim.lr_warmup_iters}: "
+            "the decay counts from the first step and ends after the warm-up"
+        )
+    if config.model.device == "cpu" and config.model.dtype == "bfloat16":
+        yield "--dtype bfloat16 needs a GPU: on a CPU everything is float32"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    sets = config.eval.eval_prompt_data
+    names = sets[::2]
+    if len(sets) % 2:
+        yield f"--eval-prompt-data needs pairs NAME FILE, got {len(sets)} values: {' '.join(sets)}"
+    elif len(set(names)) != len(names):
+        yield f"--eval-prompt-data gives two sets the same name: {' '.join(names)}"
+    if config.eval.eval_interval is not None and not sets:
+        yield "--eval-interval needs --eval-prompt-data: there is nothing to evaluate on"
+    if sets and config.eval.eval_interval is None:
+        yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"
+
+
+def _run_folder(config: RunConfig) -> Iterator[str]:
+    name = config.run_dir.run_name
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        yield f"--run-name {name!r} must be the name of one folder; --runs-dir says where it is"
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _required,
+    _bounds,
+    _sampling,
+    _groups,
+    _batches,
+    _reward,
+    _loss,
+    _optimizer,
+    _evaluation,
+    _run_folder,
+)
