@@ -1,0 +1,1 @@
+"""Turns scored answers into better weights. Read `step.py` first, then `trainer.py`."""

@@ -1,0 +1,159 @@
+"""The trained tokens of a rollout as flat vectors, and the micro-batches that score them.
+
+Only tokens whose loss mask is set get a place in the flat vectors, so nothing that is masked, empty or cut can reach a
+loss, a gradient or a metric. Vectors stay in canonical order; a micro-batch knows the places of its tokens in them.
+
+T: tokens fed to the decoder; R: trained tokens; S: samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles.errors import TrainError
+from miles.model.context import ForwardContext
+from miles.trainer.packing import pack
+from miles.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The trained tokens of one sample. Place `rows[i]` of the sample's tokens predicts `ids[i]`."""
+
+    ids: list[int]
+    rows: list[int]
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the decoder must read: up to the last place that predicts something."""
+        return self.rows[-1] + 1 if self.rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Samples in canonical order with their trained tokens."""
+
+    samples: list[TrainSample]
+    targets: list[Targets]
+    lengths_S: Tensor  # trained tokens of each sample
+    rollout_log_probs_R: Tensor | None  # the engine's; None when the samples have none
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths_S.sum())
+
+    @property
+    def sample_R(self) -> Tensor:
+        """Which sample a token belongs to."""
+        return torch.arange(len(self.samples), device=self.lengths_S.device).repeat_interleave(self.lengths_S)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """One number per sample -> the same number on each of its tokens."""
+        return values_S.to(self.lengths_S.device).repeat_interleave(self.lengths_S)
+
+    def part(self, start: int, stop: int) -> tuple[TokenBatch, slice]:
+        """Samples `start` to `stop - 1`, and where their tokens lie in the vectors of this batch."""
+        first, last = int(self.lengths_S[:start].sum()), int(self.lengths_S[:stop].sum())
+        rollout = self.rollout_log_probs_R
+        part = TokenBatch(
+            self.samples[start:stop],
+            self.targets[start:stop],
+            self.lengths_S[start:stop],
+            None if rollout is None else rollout[first:last],
+        )
+        return part, slice(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed inputs for one forward pass. `places_R` says where its trained tokens lie in the flat vectors."""
+
+    input_ids_T: Tensor
+    context: ForwardContext
+    rows_R: Tensor
+    targets_R: Tensor
+    places_R: Tensor
+    learns: bool  # False: scored for the metrics only, without a backward pass
+
+
+def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBatch:
+    """Collect the trained tokens. An engine log-prob that is not finite is a `TrainError` that names the samples."""
+    targets = [_targets(sample) for sample in samples]
+    lengths_S = torch.tensor([len(target.ids) for target in targets], dtype=torch.int64, device=device)
+    with_log_probs = [sample for sample in samples if sample.rollout_log_probs is not None]
+    if not with_log_probs:
+        return TokenBatch(list(samples), targets, lengths_S, None)
+    rollout_log_probs: list[float] = []
+    broken: list[int] = []
+    for sample in samples:
+        trained = _trained_log_probs(sample)
+        rollout_log_probs += trained
+        if not all(map(math.isfinite, trained)):
+            broken.append(sample.index)
+    if broken:
+        raise TrainError(f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated")
+    return TokenBatch(list(samples), targets, lengths_S, torch.tensor(rollout_log_probs, device=device))
+
+
+def micro_batches(
+    batch: TokenBatch, members: Sequence[int], *, max_tokens: int, max_samples: int | None, learns: bool
+) -> list[MicroBatch]:
+    """Pack these samples of the batch; those without a trained token need no forward pass."""
+    members = [i for i in members if batch.targets[i].ids]
+    lengths = [batch.targets[i].num_inputs for i in members]
+    starts_S = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
+    packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
+    return [_micro_batch(batch, [members[i] for i in bin], starts_S, learns=learns) for bin in packed]
+
+
+def name_samples(indices: Sequence[int], most: int = 20) -> str:
+    """Sample indices for an error message."""
+    named = ", ".join(map(str, indices[:most]))
+    return named if len(indices) <= most else f"{named} and {len(indices) - most} more"
+
+
+def _targets(sample: TrainSample) -> Targets:
+    length, start = sample.response_length, len(sample.tokens) - sample.response_length
+    assert len(sample.loss_mask) == length, f"sample {sample.index}: loss mask and response differ in length"
+    trained = [start + i for i, mask in enumerate(sample.loss_mask) if mask]
+    assert not trained or trained[0] > 0, f"sample {sample.index}: its first token has nothing to be predicted from"
+    return Targets([sample.tokens[place] for place in trained], [place - 1 for place in trained])
+
+
+def _trained_log_probs(sample: TrainSample) -> list[float]:
+    log_probs = [] if sample.rollout_log_probs is None else sample.rollout_log_probs
+    assert len(log_probs) == sample.response_length, f"sample {sample.index}: log-probs and response differ in length"
+    return [log_prob for log_prob, mask in zip(log_probs, sample.loss_mask, strict=True) if mask]
+
+
+def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, learns: bool) -> MicroBatch:
+    device = batch.lengths_S.device
+    ids: list[int] = []
+    positions: list[int] = []
+    bounds = [0]
+    rows: list[int] = []
+    targets: list[int] = []
+    places: list[int] = []
+    for i in members:
+        target = batch.targets[i]
+        rows += [bounds[-1] + row for row in target.rows]
+        targets += target.ids
+        places += range(starts_S[i], starts_S[i] + len(target.ids))
+        ids += batch.samples[i].tokens[: target.num_inputs]
+        positions += range(target.num_inputs)
+        bounds.append(len(ids))
+
+    def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    context = ForwardContext(
+        positions_T=tensor(positions),
+        cu_seqlens=tensor(bounds, torch.int32),
+        max_seqlen=max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False)),
+    )
+    return MicroBatch(tensor(ids), context, tensor(rows), tensor(targets), tensor(places), learns)
