@@ -1,0 +1,39 @@
+"""What a forward pass must know besides the token ids. An argument of every layer, never a global."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from miles.ops.attention import LengthBuckets, length_buckets
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Positions and sequence borders of T packed tokens.
+
+    `positions_T` (int64) are positions in each token's own sequence; `cu_seqlens` (int32, sequences + 1) the borders in
+    T; `max_seqlen` the longest sequence.
+    """
+
+    positions_T: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @cached_property
+    def buckets(self) -> LengthBuckets:
+        """The padded layout, worked out once for all layers."""
+        return length_buckets(self.cu_seqlens.diff().tolist(), device=self.positions_T.device)
+
+
+def packed_context(lengths: Sequence[int], *, device: torch.device | str) -> ForwardContext:
+    """Context of whole sequences that lie one after the other, without a cache: what training runs on."""
+    length_B = torch.tensor(lengths, dtype=torch.int64)
+    end_B = length_B.cumsum(0)
+    positions_T = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
+    cu_seqlens = torch.nn.functional.pad(end_B, (1, 0)).to(torch.int32)
+    return ForwardContext(positions_T.to(device), cu_seqlens.to(device), max(lengths))

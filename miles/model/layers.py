@@ -1,0 +1,35 @@
+"""Parameter holders that call `ops/`. Memory is left uninitialised: `load.py` fills it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from miles.ops.matmul import linear
+from miles.ops.norm import rms_norm
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`."""
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
