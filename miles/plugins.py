@@ -1,0 +1,134 @@
+"""Import paths given by flags: load `module.function`, check its signature, and call it where it cannot block a run."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from miles.errors import PluginError
+
+
+def load_function(path: str, *, flag: str) -> Callable[..., Any]:
+    """The callable that an import path `module.function` names.
+
+    Modules are looked up in the working directory too, after everything else. Raises `PluginError` that names the
+    flag, the path, what was tried and what to do.
+    """
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise PluginError(f"{flag} {path}: expected an import path module.function, for example my_reward.score")
+    module = _import_module(module_name, path=path, flag=flag)
+    try:
+        function = getattr(module, attribute)
+    except AttributeError:
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("__")]
+        close = difflib.get_close_matches(attribute, names, n=1)
+        hint = f"did you mean {module_name}.{close[0]}?" if close else f"it has: {', '.join(sorted(names)) or 'none'}"
+        raise PluginError(
+            f"{flag} {path}: module {module_name} ({module.__file__}) has no function {attribute}; {hint}"
+        ) from None
+    if not callable(function):
+        raise PluginError(f"{flag} {path}: is a {type(function).__name__}; expected a function or another callable")
+    return function
+
+
+def _import_module(name: str, *, path: str, flag: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise PluginError(
+                f"{flag} {path}: there is no module {error.name}; looked in the working directory {os.getcwd()}, in "
+                "PYTHONPATH and in the installed packages. Put the folder that holds it into PYTHONPATH"
+            ) from None
+        raise PluginError(f"{flag} {path}: module {name} imports {error.name}, which is not installed") from error
+    except Exception as error:  # fault boundary: importing runs code of the user, which can raise anything
+        raise PluginError(f"{flag} {path}: importing module {name} failed: {describe_error(error)}") from error
+
+
+def check_signature(function: Callable[..., Any], *arguments: str, path: str, flag: str) -> None:
+    """Raise `PluginError` unless `function` can be called with these positional arguments (given by name)."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none; the probe will call them
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise PluginError(
+            f"{flag} {path}: is called as f({', '.join(arguments)}) but is defined as f{signature}: {error}"
+        ) from None
+
+
+def describe_error(error: BaseException, *, function: Callable[..., Any] | None = None) -> str:
+    """`my_reward.py:12: ValueError: text`: the place the error comes from and the last line of its traceback.
+
+    The place is the deepest line in the file of `function`, so that it is the user's line and not one of a library;
+    for a syntax error it is the line that cannot be read.
+    """
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {last_line}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_own_frame(frame.filename)]
+    users_file = source_file(function) if function is not None else None
+    frames = [frame for frame in frames if frame.filename == users_file] or frames
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {last_line}" if frames else last_line
+
+
+def source_file(function: Callable[..., Any]) -> str | None:
+    """File that defines the function; None for builtins."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code.co_filename if code is not None else None
+
+
+def locate(function: Callable[..., Any]) -> str:
+    """`my_reward.py:10`, where the function is defined; its name when it is a builtin or an object."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+
+
+def _is_own_frame(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen importlib") or filename == importlib.__file__
+
+
+class HookThread:
+    """A thread with its own event loop for functions of the user, plain or async.
+
+    A hook that never returns, or an async one that blocks, holds up this thread only: the caller's time-out still
+    fires. Plain functions run one at a time, as their authors expect; async ones interleave.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # a daemon: one hanging hook must not keep the process from ending
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+        """The result of the function. Raises what it raises, or `TimeoutError` when it runs for longer than
+        `timeout_s`; time spent waiting for other calls of this thread does not count."""
+        caller = asyncio.get_running_loop()
+        started = asyncio.Event()
+
+        async def invoke() -> Any:
+            caller.call_soon_threadsafe(started.set)
+            result = function(*arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(invoke(), self._loop))
+        await started.wait()
+        async with asyncio.timeout(timeout_s):
+            return await future
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
