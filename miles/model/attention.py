@@ -12,6 +12,8 @@ from miles.model.context import ForwardContext
 from miles.model.layers import Linear, RmsNorm
 from miles.model.spec import ModelSpec
 from miles.ops.attention import packed_attention
+from miles.ops.kv_store import store_kv
+from miles.ops.paged_attention import paged_attention
 from miles.ops.rope import apply_rope
 
 
@@ -40,7 +42,14 @@ class Attention(nn.Module):
             q, k, v_TKH = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
             q_TNH = apply_rope(self.q_norm(q), cos_T1H, sin_T1H)
             k_TKH = apply_rope(self.k_norm(k), cos_T1H, sin_T1H)
-        out_TNH = packed_attention(
-            q_TNH, k_TKH, v_TKH, context.cu_seqlens, context.max_seqlen, self.scale, context.buckets
-        )
-        return self.output(out_TNH.flatten(1))
+        return self.output(self._attend(q_TNH, k_TKH, v_TKH, context).flatten(1))
+
+    def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, context: ForwardContext) -> Tensor:
+        cache = context.cache
+        if cache is None:
+            return packed_attention(
+                q_TNH, k_TKH, v_TKH, context.cu_seqlens, context.max_seqlen, self.scale, context.buckets
+            )
+        k_cache, v_cache = cache.k_caches[self.layer], cache.v_caches[self.layer]
+        store_kv(k_TKH, v_TKH, k_cache, v_cache, cache.slots_T)
+        return paged_attention(q_TNH, k_cache, v_cache, cache, self.scale)

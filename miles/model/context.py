@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from miles.ops.attention import LengthBuckets, length_buckets
+from miles.ops.paged_attention import PagedView
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class ForwardContext:
     """Positions and sequence borders of T packed tokens.
 
     `positions_T` (int64) are positions in each token's own sequence; `cu_seqlens` (int32, sequences + 1) the borders in
-    T; `max_seqlen` the longest sequence.
+    T; `max_seqlen` the longest sequence. With a `cache` the tokens are new ones of sequences whose beginning is stored:
+    each layer stores their keys and values and attends over the cache; without one the batch is all there is.
     """
 
     positions_T: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    cache: PagedView | None = None
 
     @cached_property
     def buckets(self) -> LengthBuckets:

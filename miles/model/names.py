@@ -36,12 +36,13 @@ def name_table(spec: ModelSpec) -> tuple[NameEntry, ...]:
     for i in range(spec.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         entries += _fused(f"{ours}.attention_norm", {f"{theirs}.input_layernorm": hidden})
-        qkv = {f"{theirs}.self_attn.{part}_proj": rows for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))}
+        attention = f"{theirs}.self_attn"
+        qkv = {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         entries += _fused(f"{ours}.attention.qkv", qkv, bias=spec.qkv_bias)
-        entries += _fused(f"{ours}.attention.output", {f"{theirs}.self_attn.o_proj": hidden}, bias=spec.output_bias)
+        entries += _fused(f"{ours}.attention.output", {f"{attention}.o_proj": hidden}, bias=spec.output_bias)
         if spec.qk_norm:
-            entries += _fused(f"{ours}.attention.q_norm", {f"{theirs}.self_attn.q_norm": spec.head_dim})
-            entries += _fused(f"{ours}.attention.k_norm", {f"{theirs}.self_attn.k_norm": spec.head_dim})
+            entries += _fused(f"{ours}.attention.q_norm", {f"{attention}.q_norm": spec.head_dim})
+            entries += _fused(f"{ours}.attention.k_norm", {f"{attention}.k_norm": spec.head_dim})
         entries += _fused(f"{ours}.mlp_norm", {f"{theirs}.post_attention_layernorm": hidden})
         gate_up = {f"{theirs}.mlp.gate_proj": inner, f"{theirs}.mlp.up_proj": inner}
         entries += _fused(f"{ours}.mlp.gate_up", gate_up, bias=spec.mlp_bias)
@@ -73,4 +74,4 @@ def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     parts: dict[str, list[Tensor]] = {}
     for entry in name_table(spec):
         parts.setdefault(entry.name, []).append(tensors[entry.hf_name])
-    return {name: tensors_of[0] if len(tensors_of) == 1 else torch.cat(tensors_of) for name, tensors_of in parts.items()}
+    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in parts.items()}

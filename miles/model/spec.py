@@ -136,12 +136,12 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, Llama3Rope | None]
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     layer_types = set(config.get("layer_types") or ())
-    rope = config.get("rope_parameters") or {}
+    rope = {**config, **(config.get("rope_parameters") or {})}
     reasons = {
         "sliding-window attention": config.get("use_sliding_window", False) or layer_types - {"full_attention"},
         "quantised weights (quantization_config)": config.get("quantization_config"),
         f"activation {config.get('hidden_act')!r} (only silu)": config.get("hidden_act", "silu") != "silu",
-        "a partial rotary embedding": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0,
+        "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
     found = [what for what, is_set in reasons.items() if is_set]
     if found:
@@ -162,9 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{path} does not exist; expected a Hugging Face model folder with {path.name}"
-        ) from None
+        raise CheckpointError(f"{path} does not exist; expected a Hugging Face model folder with {path.name}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(content, dict):

@@ -107,8 +107,8 @@ def _bucketed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, buckets: Le
     sizes = [num * length for num, length in buckets.shapes]
     outputs = []
     # split, not slices: the gradient of a split is one concatenation, that of a slice a tensor of full size.
-    for (num, length), q, k, v in zip(buckets.shapes, *(x.split(sizes) for x in padded), strict=True):
-        q, k, v = (x.view(num, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    for (num, length), *stacks in zip(buckets.shapes, *(x.split(sizes) for x in padded), strict=True):
+        q, k, v = (x.view(num, length, *x.shape[1:]).transpose(1, 2) for x in stacks)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(out.transpose(1, 2).reshape(num * length, *q_TNH.shape[1:]))
     return _from_rows(outputs[0] if len(outputs) == 1 else torch.cat(outputs), buckets)
