@@ -89,7 +89,7 @@ def _decisions(config: RunConfig) -> Iterator[str]:
     total, size = samples_per_rollout(config), config.batch.global_batch_size
     assert size is not None, "explain needs resolved settings"
     steps = total // size
-    yield f"Batch: {total} samples in a rollout, {size} in an optimizer step, {steps} optimizer steps in a rollout."
+    yield f"Batch: {total} samples in a rollout, {size} in an optimizer step; optimizer steps per rollout: {steps}."
     if config.algorithm.loss_type == "sft_loss":
         yield "Loss: supervised, so no engine writes answers and no reward is asked."
     elif config.algorithm.use_rollout_logprobs:

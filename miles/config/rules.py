@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, Flag, flatten, spelling
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
@@ -180,6 +181,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"
 
 
+def _layout(config: RunConfig) -> Iterator[str]:
+    for name, value in flatten(config).items():
+        flag = FLAGS[name]
+        if flag.effect == SATISFIED and flag.kind is bool and value != flag.default:
+            wish = f"--no-{flag.spelling.removeprefix('--')}" if flag.default else flag.spelling
+            yield f"{wish} cannot be obeyed here: {flag.help}, always"
+
+
 def _run_folder(config: RunConfig) -> Iterator[str]:
     name = config.run_dir.run_name
     if name is not None and (name in ("", ".", "..") or "/" in name):
@@ -196,5 +205,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _loss,
     _optimizer,
     _evaluation,
+    _layout,
     _run_folder,
 )

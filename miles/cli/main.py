@@ -1,0 +1,71 @@
+"""`miles COMMAND ...`: finds the command's module, runs it, and turns errors into one message and an exit code.
+
+A module is imported when its command runs, so that `miles --help` needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from miles import __version__
+from miles.config.flags import closest
+from miles.errors import ConfigError, MilesError
+
+COMMANDS = {
+    "quickstart": "train a tiny model on this machine in under three minutes, and show what it learned",
+    "train": "train a model with reinforcement learning, or on given answers",
+    "models": "list and fetch models that Miles can turn into a Hugging Face folder",
+    "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
+}
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except MilesError as error:
+        print(error_text(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("miles: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe such as `miles train --help | head` has left; nothing more can be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_help(), end="")
+        return 0
+    if name in ("--version", "-V"):
+        print(f"miles {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}{closest(name, COMMANDS)}; `miles --help` lists them")
+    return int(importlib.import_module(f"miles.cli.{name}").run(arguments[1:]))
+
+
+def error_text(error: MilesError) -> str:
+    """One sentence, or a numbered list when several settings are wrong."""
+    if isinstance(error, ConfigError) and len(error.violations) > 1:
+        numbered = [f"  {number}. {text}" for number, text in enumerate(error.violations, start=1)]
+        return "\n".join([f"miles: {len(numbered)} things are wrong with the settings", *numbered])
+    return f"miles: {error}"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: miles COMMAND [--help] ...", "", "Commands:"]
+    lines += [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines += ["", "miles COMMAND --help shows the flags of a command; miles --version shows the version."]
+    return "\n".join(lines) + "\n"
