@@ -1,0 +1,1 @@
+"""Prompt files and the order in which their rows are used."""

@@ -1,0 +1,179 @@
+"""A file of prompts as samples that are ready to be answered: rendered, tokenized and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.config.sections import DataConfig
+from miles.data.rows import BadRows, Row, missing_column, read_rows
+from miles.errors import DataError
+from miles.observe.log import get_logger
+from miles.text.tokenizer import Tokenizer
+from miles.types import Sample
+
+logger = get_logger(__name__)
+
+LabelCheck = Callable[[Any], str | None]  # what is wrong with a label; None when it can be graded
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Rows of a file as samples without an answer: `prompt` is the text the model sees and `tokens` its ids."""
+
+    path: Path
+    prompts: list[Sample]
+    num_too_long: int  # rows left out because of their length
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """Names of the flags behind the settings, for messages: an evaluation set has its own."""
+
+    file: str = "--prompt-data"
+    input_key: str = "--input-key"
+    label_key: str = "--label-key"
+
+
+def load_prompts(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_context_len: int,
+    max_prompt_len: int | None = None,
+    check_label: LabelCheck | None = None,
+    flags: PromptFlags = PromptFlags(),  # noqa: B008 - frozen
+) -> PromptSet:
+    """Load `data.prompt_data`.
+
+    Prompts of more than `max_prompt_len` tokens are left out, counted and reported. A prompt that leaves no room for
+    an answer in `max_context_len` is an error, like every row that is malformed, lacks a column or has a label that
+    `check_label` refuses: one `DataError` names the file, the number of bad rows and the first of them.
+    """
+    assert data.prompt_data is not None, "the rules of the config ask for --prompt-data"
+    path, rows = read_rows(data.prompt_data, flag=flags.file)
+    bad = BadRows(path, flag=flags.file)
+    prompts: list[tuple[int, Sample]] = []
+    for number, row in rows:
+        try:
+            prompts.append((number, _read_prompt(row, data, tokenizer, check_label, flags)))
+        except DataError as error:
+            bad.add(number, str(error))
+    bad.raise_if_any(num_rows=len(rows))
+    texts = [str(sample.prompt) for _, sample in prompts]
+    for (_, sample), ids in zip(prompts, tokenizer.encode_batch(texts), strict=True):
+        sample.tokens = ids
+    kept = [(n, s) for n, s in prompts if max_prompt_len is None or len(s.tokens) <= max_prompt_len]
+    num_too_long = len(prompts) - len(kept)
+    if num_too_long:
+        logger.warning(
+            f"{path}: {num_too_long} of {len(prompts)} prompts have more than {max_prompt_len} tokens "
+            "(--rollout-max-prompt-len) and are left out"
+        )
+    if not kept:
+        raise DataError(
+            f"{flags.file} {data.prompt_data}: all {len(prompts)} prompts have more than {max_prompt_len} tokens; "
+            "raise --rollout-max-prompt-len"
+        )
+    for number, sample in kept:
+        if not sample.tokens:
+            bad.add(number, "its prompt has no tokens")
+        elif len(sample.tokens) >= max_context_len:
+            bad.add(number, f"its prompt has {len(sample.tokens)} tokens; the context holds {max_context_len}")
+    bad.raise_if_any(
+        num_rows=len(rows),
+        advice=f"--rollout-max-prompt-len N with N below {max_context_len} leaves prompts that are too long out",
+    )
+    return PromptSet(path, [sample for _, sample in kept], num_too_long)
+
+
+def _read_prompt(
+    row: Row, data: DataConfig, tokenizer: Tokenizer, check_label: LabelCheck | None, flags: PromptFlags
+) -> Sample:
+    """A sample without tokens. `DataError` says what is wrong with the row."""
+    content = read_content(row, data.input_key, flag=flags.input_key)
+    tools = _read_tools(row, data.tool_key)
+    if data.apply_chat_template:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        text = tokenizer.render(messages, tools=tools, **data.apply_chat_template_kwargs)
+    elif isinstance(content, str):
+        text = content
+    else:
+        raise DataError("its prompt is a list of messages, which needs --apply-chat-template")
+    if not _is_unicode(text):
+        raise DataError("its prompt has half of a surrogate pair, which is no character")
+    label = read_label(row, data.label_key, flag=flags.label_key)
+    problem = check_label(label) if check_label is not None else None
+    if problem is not None:
+        raise DataError(f"its label {label!r} cannot be read: {problem}")
+    return Sample(prompt=text, label=label, metadata=_read_metadata(row, data.metadata_key))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_content(row: Row, key: str, *, flag: str) -> str | list[dict[str, Any]]:
+    """A text that is not blank, or a list of messages, from column `key`. `DataError` says what else it is."""
+    if key not in row:
+        raise DataError(missing_column(key, row, flag=flag))
+    content = row[key]
+    if isinstance(content, str):
+        if not content.strip():
+            raise DataError(f"its prompt {key!r} is empty")
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"its prompt {key!r} is a {type(content).__name__}; expected a text or a list of messages")
+    if not content:
+        raise DataError(f"its prompt {key!r} is an empty list")
+    for position, message in enumerate(content, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"message {position} of its prompt {key!r} has no role and content: {message!r:.80}")
+    return content
+
+
+def read_label(row: Row, key: str | None, *, flag: str) -> Any:
+    if key is None:
+        return None
+    if key not in row:
+        raise DataError(missing_column(key, row, flag=flag))
+    if row[key] is None:
+        raise DataError(f"its label {key!r} is null")
+    return row[key]
+
+
+def _read_metadata(row: Row, key: str) -> dict[str, Any]:
+    if key not in row and key != DataConfig.metadata_key:
+        raise DataError(missing_column(key, row, flag="--metadata-key"))
+    metadata = row.get(key)
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise DataError(f"its {key!r} (--metadata-key) is a {type(metadata).__name__}; expected a mapping")
+    return metadata
+
+
+def _read_tools(row: Row, key: str | None) -> list[dict[str, Any]] | None:
+    """Tool specifications, as a list or as the JSON text of one (parquet files often hold text)."""
+    if key is None:
+        return None
+    if key not in row:
+        raise DataError(missing_column(key, row, flag="--tool-key"))
+    tools = row[key]
+    if tools is None:
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"its {key!r} (--tool-key) is not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"its {key!r} (--tool-key) is not a list of tool specifications")
+    return tools
