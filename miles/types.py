@@ -66,6 +66,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # also ignores the model's own stop ids; used by benchmarks with forced lengths
     return_kept_tokens: bool = False
+    skip_special_tokens: bool = True  # leave special tokens out of the text of the answer
 
 
 class FinishReason(str, enum.Enum):
@@ -128,7 +129,7 @@ class Generator(Protocol):
         ...
 
     def pause(self, mode: str = "retract") -> None:
-        """Stop between two steps: `abort` ends running requests, `retract` recomputes them later, `in_place` keeps
+        """Stop between two steps: `abort` ends all requests, `retract` recomputes them later, `in_place` keeps
         their cache. Returns when no step is running."""
         ...
 

@@ -67,7 +67,7 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: Paged
         block_ids = run.block_table.flatten()
         k_XCH = k_blocks.index_select(1, block_ids).view(-1, num_context, head_dim)
         v_XCH = v_blocks.index_select(1, block_ids).view(-1, num_context, head_dim)
-        q_BQKGH = (q_TNH[rows] * scale).view(num_seqs, num_queries, num_kv_heads, group, head_dim)
+        q_BQKGH = (q_TNH[rows] * scale).reshape(num_seqs, num_queries, num_kv_heads, group, head_dim)
         q_XRH = q_BQKGH.permute(2, 0, 1, 3, 4).reshape(num_kv_heads * num_seqs, num_queries * group, head_dim)
         scores_XRC = torch.bmm(q_XRH, k_XCH.transpose(1, 2))
         scores_XRC.view(num_kv_heads, num_seqs, num_queries, group, num_context).add_(run.mask_BQ1C)
