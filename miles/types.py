@@ -47,6 +47,7 @@ class Sample:
     remove_sample: bool = False  # keeps the sample in the batch with a loss mask of zeros
     metadata: dict[str, Any] = field(default_factory=dict)
     kept_token_ids: list[list[int]] | None = None  # per token: the ids that top-k, top-p or min-p left (sampling replay)
+    cached_tokens: int = 0  # prompt tokens served from the prefix index
 
     @property
     def prompt_length(self) -> int:
