@@ -89,6 +89,7 @@ def test_python_m_miles_is_the_same_command():
 def test_reader_of_a_pipe_may_leave():
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "miles"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "miles"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")

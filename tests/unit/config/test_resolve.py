@@ -33,7 +33,8 @@ def test_defaults_come_from_the_flags_they_name():
 
 
 def test_values_that_were_given_stay():
-    config = resolved(*"--eps-clip-high 0.28 --global-batch-size 64 --eval-temperature 0 --save ck --run-name a".split())
+    argv = "--eps-clip-high 0.28 --global-batch-size 64 --eval-temperature 0 --save ck --run-name a"
+    config = resolved(*argv.split())
     assert config.algorithm.eps_clip_high == 0.28
     assert config.batch.global_batch_size == 64
     assert config.eval.eval_temperature == 0.0

@@ -1,0 +1,232 @@
+"""The rules of `docs/testing.md` as functions from a package folder to a list of violations.
+
+Each has a case in `test_rules_break.py` that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.contracts.tree import Module, functions, imports, modules, within
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 500, 80, 20_000
+FORBIDDEN_FOLDERS = {"utils", "common", "helpers", "misc"}
+
+# A folder imports only lower ranks and itself; top-level files of rank 0 may import each other.
+RANKS = {
+    "": -1,
+    **dict.fromkeys(("types", "errors", "plugins"), 0),
+    **dict.fromkeys(("config", "ops"), 1),
+    **dict.fromkeys(("observe", "text"), 2),
+    **dict.fromkeys(("model", "data", "report", "quickstart"), 3),
+    **dict.fromkeys(("weights", "checkpoint", "router"), 4),
+    **dict.fromkeys(("engine", "trainer", "rollout"), 5),
+    "evals": 6,
+    "loop": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+
+# Heavy packages and the files or folders that may import them.
+HOMES = {
+    "ray": ("loop/on_ray.py",),
+    "wandb": ("observe/trackers.py",),
+    "tensorboard": ("observe/trackers.py",),
+    "torch.utils.tensorboard": ("observe/trackers.py",),
+    "transformers": ("text/tokenizer.py", "model/spec.py"),
+    "starlette": ("engine/server.py", "router/", "report/server.py"),
+    "uvicorn": ("engine/server.py", "router/", "report/server.py"),
+    "triton": ("ops/",),
+    "rich": ("observe/", "cli/"),
+}
+
+# Files that are imported where torch must not be: its import takes seconds.
+TORCH_FREE = (
+    *("types.py", "errors.py", "plugins.py", "__init__.py", "__main__.py"),
+    *("config/", "observe/", "cli/", "report/", "text/", "data/", "rollout/rm_hub/", "loop/supervisor.py"),
+)
+TORCH_FREE_EXCEPT = ("observe/gpu.py",)
+
+OPTIONAL_IMPORTS = ("observe/trackers.py", "loop/on_ray.py")  # they guard a dependency that may be missing
+
+# Where a broad except may stand, as file::function: each turns what it catches into a counted or reported failure.
+FAULT_BOUNDARIES = {
+    "plugins.py::_import_module",
+    "text/tokenizer.py::load_tokenizer",
+    "loop/worker.py::run_guarded",
+}
+
+METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")
+WORKPLACE = re.compile(r"(?<![\w.-])/(work|opt/wheels|opt/pypi)\b")
+
+
+def import_ranks(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        if module.home not in RANKS:
+            yield f"{module.path}: {module.home} has no rank; give it one in RANKS"
+            continue
+        for name, line in imports(module.tree):
+            if not within(name, package.name) or name == package.name:
+                continue
+            home = name.split(".")[1]
+            if home == module.home or home not in RANKS:  # a name of the package's own __init__ has no rank
+                continue
+            rank, other = RANKS[module.home], RANKS[home]
+            if other > rank or (other == rank and rank > 0):
+                yield f"{module.path}:{line}: {module.home} (rank {rank}) imports {home} (rank {other})"
+
+
+def import_cycles(package: Path) -> Iterator[str]:
+    names = {module.name for module in modules(package)}
+    graph = {module.name: sorted(_targets(module, names)) for module in modules(package)}
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> Iterator[str]:
+        if name in trail:
+            yield " -> ".join([*trail[trail.index(name) :], name])
+        elif name not in done:
+            for target in graph[name]:
+                yield from visit(target, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        yield from visit(name, [])
+
+
+def _targets(module: Module, names: set[str]) -> set[str]:
+    """Modules that `module` imports; `from a import b` is module `a.b` when there is one, else `a`."""
+    targets = {name if name in names else name.rpartition(".")[0] for name, _ in imports(module.tree)}
+    return targets & names
+
+
+def heavy_packages_have_one_home(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        for name, line in imports(module.tree):
+            for heavy, homes in HOMES.items():
+                if within(name, heavy) and not module.path.startswith(homes):
+                    yield f"{module.path}:{line}: {heavy} is imported only in {', '.join(homes)}"
+
+
+def torch_free_files(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        if module.path.startswith(TORCH_FREE) and module.path not in TORCH_FREE_EXCEPT:
+            for name, line in imports(module.tree):
+                if within(name, "torch"):
+                    yield f"{module.path}:{line}: imports torch, which takes seconds"
+
+
+def imports_at_the_top(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        if module.path not in OPTIONAL_IMPORTS:
+            for function in functions(module.tree):
+                for name, line in imports(function):
+                    yield f"{module.path}:{line}: {name} is imported inside {function.name}"
+
+
+def absolute_imports(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                yield f"{module.path}:{node.lineno}: relative import"
+
+
+def file_sizes(package: Path) -> Iterator[str]:
+    total = 0
+    for module in modules(package):
+        lines = module.text.count("\n")
+        total += lines
+        if lines > MAX_FILE_LINES:
+            yield f"{module.path}: {lines} lines, at most {MAX_FILE_LINES}"
+    if total > MAX_PACKAGE_LINES:
+        yield f"{package.name}: {total} lines in all, at most {MAX_PACKAGE_LINES}"
+
+
+def function_sizes(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        for function in functions(module.tree):
+            assert function.end_lineno is not None
+            lines = function.end_lineno - function.lineno + 1
+            kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            if lines > MAX_FUNCTION_LINES and not kernel:
+                place = f"{module.path}:{function.lineno}"
+                yield f"{place}: {function.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def folder_names(package: Path) -> Iterator[str]:
+    for folder in sorted(package.rglob("*/")):
+        if folder.name in FORBIDDEN_FOLDERS:
+            yield f"{folder.relative_to(package)}: a folder is named by what it does"
+
+
+def broad_excepts(package: Path) -> Iterator[str]:
+    for module in modules(package):
+        for line, function in _swallowing_handlers(module.tree, "module"):
+            place = f"{module.path}::{function}"
+            if place not in FAULT_BOUNDARIES:
+                yield f"{module.path}:{line}: broad except; name the errors, or add {place!r} to FAULT_BOUNDARIES"
+
+
+def _swallowing_handlers(node: ast.AST, function: str) -> Iterator[tuple[int, str]]:
+    """Broad handlers that do not end with a bare `raise`, with the innermost function around each."""
+    for child in ast.iter_child_nodes(node):
+        inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+        if isinstance(child, ast.ExceptHandler) and _is_broad(child):
+            last = child.body[-1]
+            if not (isinstance(last, ast.Raise) and last.exc is None):
+                yield child.lineno, inside
+        yield from _swallowing_handlers(child, inside)
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in caught)
+
+
+def metric_names(package: Path, *, is_known: Callable[[str], bool]) -> Iterator[str]:
+    """Every text in the code that looks like a metric is one that `observe/names.py` explains."""
+    for module in modules(package):
+        if module.path != "observe/names.py":
+            for node in ast.walk(module.tree):
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and METRIC.fullmatch(node.value)
+                    and not is_known(node.value)
+                ):
+                    yield f"{module.path}:{node.lineno}: metric {node.value!r} is not in observe/names.py"
+
+
+def no_workplace_paths(repository: Path) -> Iterator[str]:
+    """Takes the repository, not the package: nothing that is committed may name a path of one machine."""
+    for folder, subfolders, files in os.walk(repository):
+        kept = [name for name in subfolders if name == ".ci" or not name.startswith(".")]
+        subfolders[:] = sorted(set(kept) - {"runs", "build", "dist", "__pycache__"})
+        for file in sorted(files):
+            path = Path(folder, file)
+            try:
+                lines = path.read_text(encoding="utf-8").split("\n")
+            except UnicodeDecodeError:
+                continue
+            for number, line in enumerate(lines, start=1):
+                if match := WORKPLACE.search(line):
+                    yield f"{path.relative_to(repository)}:{number}: names {match[0]}, a path of one machine"
+
+
+PACKAGE_RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
+    import_ranks,
+    import_cycles,
+    heavy_packages_have_one_home,
+    torch_free_files,
+    imports_at_the_top,
+    absolute_imports,
+    file_sizes,
+    function_sizes,
+    folder_names,
+    broad_excepts,
+)
