@@ -143,7 +143,7 @@ def is_record(line: str) -> bool:
 
 
 def describe_step(step: int, metrics: Mapping[str, float], *, num_steps: int | None, left_s: float | None) -> str:
-    """`step 3/40: reward 0.628  length 21.3  tokens/s 5,214  left 0:31`, of what the metrics hold."""
+    """`step 2 (3/40): reward 0.628  length 21.3  tokens/s 5,214  left 0:31`, of what the metrics hold."""
     parts = [f"{label} {metrics[name]:{form}}" for name, label, form in _SHOWN if name in metrics]
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if re.fullmatch(r"eval/[^/-]+", name)]
     if left_s is not None:
@@ -152,10 +152,10 @@ def describe_step(step: int, metrics: Mapping[str, float], *, num_steps: int | N
 
 
 def step_of(step: int, num_steps: int | None) -> str:
-    """Steps are counted from 1 for people, from 0 in records."""
+    """The number of the step as the records have it, and its place in the run: `step 2 (3/40)`."""
     if step < 0:
-        return "before step 1"
-    return f"step {step + 1}" + (f"/{num_steps}" if num_steps is not None else "")
+        return "before step 0"
+    return f"step {step}" + (f" ({step + 1}/{num_steps})" if num_steps is not None else "")
 
 
 def duration(seconds: float) -> str:

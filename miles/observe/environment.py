@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
 def _git_commit(folder: Path) -> str | None:
     try:
         result = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -25,16 +25,23 @@ def get_logger(name: str) -> logging.Logger:
 
 def setup_logging(process: str, write: Callable[[str], None]) -> None:
     """Send every log line of this process to `write`, newline included. Libraries are heard from warnings up."""
-    root = logging.getLogger()
-    for handler in root.handlers[:]:
-        if isinstance(handler, _WriteHandler):
-            root.removeHandler(handler)
+    stop_logging()
     handler = _WriteHandler(write)
     handler.setFormatter(LineFormatter(process))
+    root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("miles").setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+def stop_logging() -> None:
+    """Undo `setup_logging`: nothing is written any more."""
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, _WriteHandler):
+            root.removeHandler(handler)
+    logging.captureWarnings(False)
 
 
 class LineFormatter(logging.Formatter):
@@ -68,7 +75,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_failed_writes = 0
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
         try:

@@ -9,12 +9,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from miles.errors import StorageError
 from miles.observe import names
+from miles.observe.atomic import write_atomically
 
 EVENT_SCHEMA = 1
 
@@ -32,9 +33,9 @@ class MetricsWriter:
         kept = [] if first_step is None else _records_before(self._metrics_path, first_step)
         self._last_step = kept[-1]["step"] if kept else None
         try:
-            _replace(self._metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
-            self._metrics = open(self._metrics_path, "a", encoding="utf-8")
-            self._events = open(self._events_path, "a", encoding="utf-8")
+            write_atomically(self._metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
+            self._metrics = open(self._metrics_path, "a", encoding="utf-8")  # noqa: SIM115
+            self._events = open(self._events_path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise StorageError(f"{run_dir}: cannot write the metrics of the run: {error.strerror}") from error
 
@@ -66,7 +67,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def now() -> str:
     """UTC time to the millisecond, in ISO 8601."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _records_before(path: Path, step: int) -> list[dict[str, Any]]:
@@ -80,13 +81,3 @@ def _append(file: Any, record: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     except OSError as error:
         raise StorageError(f"{file.name}: cannot write: {error.strerror}; free space and resume the run") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Give a file new content so that a crash leaves the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -31,8 +31,8 @@ def test_records_are_told_from_notices():
 
 def test_a_step_in_one_line():
     line = describe_step(2, METRICS, num_steps=40, left_s=31.4)
-    assert line == "step 3/40: reward 0.629  length 21.2  tokens/s 5,214  eval/held_out 0.500  left 0:31"
-    assert describe_step(0, {"train/loss": 2.0}, num_steps=None, left_s=None) == "step 1: loss 2.0000"
+    assert line == "step 2 (3/40): reward 0.629  length 21.2  tokens/s 5,214  eval/held_out 0.500  left 0:31"
+    assert describe_step(0, {"train/loss": 2.0}, num_steps=None, left_s=None) == "step 0: loss 2.0000"
 
 
 def test_duration():
@@ -50,11 +50,11 @@ def test_plain_display_has_a_line_per_step_and_per_30_s_of_a_phase(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         NOTICE,
-        "step 2/4: generate for 0:30",
-        "step 2/4: generate for 1:00",
-        "step 2/4: save for 0:30",
+        "step 1 (2/4): generate for 0:30",
+        "step 1 (2/4): generate for 1:00",
+        "step 1 (2/4): save for 0:30",
     ]
-    assert lines[4].startswith("step 2/4: reward 0.629")
+    assert lines[4].startswith("step 1 (2/4): reward 0.629")
     assert len(lines) == 5
 
 
@@ -74,7 +74,7 @@ def test_live_display_shows_phase_age_and_the_last_step():
     display.tick(phase="generate", age_s=12.0, detail="3 of 16 answers", step=2, num_steps=4)
     display.close()
     shown = screen.getvalue()
-    assert "step 3/4" in shown and "generate 0:12" in shown and "3 of 16 answers" in shown
+    assert "step 2 (3/4)" in shown and "generate 0:12" in shown and "3 of 16 answers" in shown
     assert "reward 0.629" in shown and "left 0:0" in shown
     assert "starting fresh" in shown and "train/loss" not in shown
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.observe.log import LogFile, fixed, format_record, get_logger, log_record, setup_logging
+from miles.observe.log import LogFile, fixed, format_record, get_logger, log_record, setup_logging, stop_logging
 
 LINE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} main\] test_log\.py:\d+ - (.*)\n")
 
@@ -18,9 +18,7 @@ def lines():
     written: list[str] = []
     setup_logging("main", written.append)
     yield written
-    logging.captureWarnings(False)
-    root = logging.getLogger()
-    root.handlers = [handler for handler in root.handlers if type(handler).__name__ != "_WriteHandler"]
+    stop_logging()
 
 
 @settings(max_examples=200, deadline=None)

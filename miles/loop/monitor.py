@@ -1,0 +1,83 @@
+"""What the watching side knows of a worker: its messages and log lines, shown, kept and judged."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.config.sections import ProcessConfig
+from miles.observe.display import Display
+from miles.observe.log import LogFile
+from miles.observe.watchdog import Watchdog, where
+
+_DISPLAY_INTERVAL_S = 0.25
+_ERROR = re.compile(r" - Error: (.*)|([\w.]+(?:Error|Exception)\b.*)|(Fatal Python error.*)")
+_MAX_ERROR_LENGTH = 300
+
+
+class Monitor:
+    """Belongs to one worker. A terminal that has gone away (closed window, ended pipe) does not end the run."""
+
+    def __init__(self, log_file: Path, process: ProcessConfig, *, display: Display) -> None:
+        self.log = LogFile(log_file)
+        self.watchdog = Watchdog(
+            heartbeat_timeout_s=process.heartbeat_timeout,
+            phase_deadlines=process.phase_deadlines,
+            now=time.monotonic(),
+        )
+        self.error: tuple[str, int] | None = None  # what the worker said about its own end: sentence, exit code
+        self.last_error_line = ""
+        self._display: Display | None = display
+        self._next_display = 0.0
+
+    @property
+    def where(self) -> str:
+        return where(self.watchdog.phase, self.watchdog.step)
+
+    def output(self, line: bytes, *, shown: bool = True) -> None:
+        """A line that the worker wrote to its log, stdout or stderr."""
+        self.log.write(line)
+        text = line.decode(errors="replace").rstrip("\n")
+        if match := _ERROR.search(text):
+            self.last_error_line = match[match.lastindex or 0][:_MAX_ERROR_LENGTH]
+        if shown:
+            self.show(lambda display: display.line(text))
+
+    def message(self, message: Mapping[str, Any]) -> None:
+        """A message of the heartbeat (see `observe/heartbeat.py`)."""
+        if message["kind"] == "beat":
+            self.watchdog.beat(message)
+        elif message["kind"] == "step":
+            step, metrics, num_steps = message["step"], message["metrics"], message["num_steps"]
+            self.show(lambda display: display.step(step, metrics, num_steps=num_steps))
+        else:
+            assert message["kind"] == "error", f"unknown message {message}"
+            self.error = (message["message"], message["exit_code"])
+
+    def tick(self) -> str | None:
+        """Let time pass; returns what is wrong with the worker, or None (see `Watchdog.tick`)."""
+        now = time.monotonic()
+        verdict = self.watchdog.tick(now)
+        if now >= self._next_display:
+            self._next_display = now + _DISPLAY_INTERVAL_S
+            dog = self.watchdog
+            self.show(
+                lambda display: display.tick(
+                    phase=dog.phase, age_s=dog.phase_age_s, detail=dog.detail, step=dog.step, num_steps=dog.num_steps
+                )
+            )
+        return verdict
+
+    def show(self, call: Callable[[Display], None]) -> None:
+        if self._display is not None:
+            try:
+                call(self._display)
+            except OSError:
+                self._display = None
+
+    def close(self) -> None:
+        self.show(lambda display: display.close())
+        self.log.close()
