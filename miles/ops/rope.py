@@ -44,12 +44,12 @@ def apply_rope(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
     together, since heads do not mix. `sin` carries the sign of the rotation (see `rope_at`)."""
     if torch.is_grad_enabled() and x_TNH.requires_grad:
         return _Rope.apply(x_TNH, cos_T1H, sin_T1H)
-    return _rotate(x_TNH, cos_T1H, sin_T1H, 1)
+    return _rotate(x_TNH, cos_T1H, sin_T1H)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    swapped = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, swapped, sin, value=direction).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # Two products and a sum, not addcmul: its fused rounding differs, and this form equals transformers bit for bit.
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class _Rope(torch.autograd.Function):
@@ -58,10 +58,10 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+        return _rotate(x, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1), None, None
+        return _rotate(grad, cos, -sin), None, None
