@@ -45,6 +45,7 @@ _ROLLOUT: dict[str, Metric] = {
     "rollout/error_cat/<category>": Metric("share", "answers in this category of the reward"),
     "rollout/dynamic_filter/drop_<reason>": Metric("groups", "groups dropped in this rollout for this reason"),
     "rollout/num_failed": Metric("answers", "answers that could not be written or graded"),
+    "rollout/num_unscored": Metric("answers", "answers without a finite reward; they get advantage 0"),
     "rollout/num_aborted": Metric("answers", "answers cut off because the rollout had enough"),
     "rollout/num_retracted": Metric("answers", "answers put back and recomputed because the KV cache was full"),
     "rollout/num_prompts_too_long": Metric("prompts", "prompts left out so far because they are too long"),
@@ -75,6 +76,7 @@ _TRAIN: dict[str, Metric] = {
     "train/num_tokens": Metric("tokens", "trained tokens of the optimizer step"),
     "train/num_samples": Metric("answers", "answers of the optimizer step"),
     "train/num_micro_batches": Metric("batches", "forward and backward passes of the optimizer step"),
+    "train/num_skipped_steps": Metric("steps", "1 when the step had no trained token and updated nothing, else 0"),
     "train/step": Metric("steps", "optimizer step, counted from 0"),
 }
 

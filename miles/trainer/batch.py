@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from miles.errors import TrainError
-from miles.model.context import ForwardContext
+from miles.model.context import ForwardContext, packed_context
 from miles.trainer.packing import pack
 from miles.types import TrainSample
 
@@ -96,12 +96,14 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
         if not all(map(math.isfinite, trained)):
             broken.append(sample.index)
     if broken:
-        raise TrainError(f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated")
+        raise TrainError(
+            f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated"
+        )
     return TokenBatch(list(samples), targets, lengths_S, torch.tensor(rollout_log_probs, device=device))
 
 
 def micro_batches(
-    batch: TokenBatch, members: Sequence[int], *, max_tokens: int, max_samples: int | None, learns: bool
+    batch: TokenBatch, members: Sequence[int], *, max_tokens: int, max_samples: int | None = None, learns: bool = False
 ) -> list[MicroBatch]:
     """Pack these samples of the batch; those without a trained token need no forward pass."""
     members = [i for i in members if batch.targets[i].ids]
@@ -109,6 +111,12 @@ def micro_batches(
     starts_S = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
     packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
     return [_micro_batch(batch, [members[i] for i in bin], starts_S, learns=learns) for bin in packed]
+
+
+def in_flat_order(micro_batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
+    """Values per token of each micro-batch, which together cover a batch, as one vector in its flat order."""
+    order_R = torch.cat([micro_batch.places_R for micro_batch in micro_batches]).argsort()
+    return torch.cat(list(values))[order_R]
 
 
 def name_samples(indices: Sequence[int], most: int = 20) -> str:
@@ -133,27 +141,18 @@ def _trained_log_probs(sample: TrainSample) -> list[float]:
 
 def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, learns: bool) -> MicroBatch:
     device = batch.lengths_S.device
+    lengths = [batch.targets[i].num_inputs for i in members]
     ids: list[int] = []
-    positions: list[int] = []
-    bounds = [0]
     rows: list[int] = []
     targets: list[int] = []
     places: list[int] = []
     for i in members:
         target = batch.targets[i]
-        rows += [bounds[-1] + row for row in target.rows]
+        rows += [len(ids) + row for row in target.rows]
         targets += target.ids
         places += range(starts_S[i], starts_S[i] + len(target.ids))
         ids += batch.samples[i].tokens[: target.num_inputs]
-        positions += range(target.num_inputs)
-        bounds.append(len(ids))
-
-    def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    context = ForwardContext(
-        positions_T=tensor(positions),
-        cu_seqlens=tensor(bounds, torch.int32),
-        max_seqlen=max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False)),
+    input_ids_T, rows_R, targets_R, places_R = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, rows, targets, places)
     )
-    return MicroBatch(tensor(ids), context, tensor(rows), tensor(targets), tensor(places), learns)
+    return MicroBatch(input_ids_T, packed_context(lengths, device=device), rows_R, targets_R, places_R, learns)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles.model.decoder import Decoder
 from miles.ops.logprob import token_log_probs
-from miles.trainer.batch import MicroBatch
+from miles.trainer.batch import MicroBatch, in_flat_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,5 @@ class Scorer:
     @torch.no_grad()
     def score_all(self, model: Decoder, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """The same for all tokens of a batch, in its flat order."""
-        scores = [self.score(model, micro_batch) for micro_batch in micro_batches]
-        places_R = torch.cat([micro_batch.places_R for micro_batch in micro_batches])
-        order_R = places_R.argsort()
-        return torch.cat([log_probs for log_probs, _ in scores])[order_R], torch.cat([h for _, h in scores])[order_R]
+        log_probs, entropies = zip(*(self.score(model, micro_batch) for micro_batch in micro_batches), strict=True)
+        return in_flat_order(micro_batches, log_probs), in_flat_order(micro_batches, entropies)

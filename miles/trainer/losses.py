@@ -27,7 +27,7 @@ class TokenInputs:
     old_log_probs_R: Tensor | None = None
     ref_log_probs_R: Tensor | None = None
 
-    def take(self, places_R: Tensor) -> TokenInputs:
+    def take(self, places_R: Tensor | slice) -> TokenInputs:
         """The inputs of some of the tokens."""
         old, ref = self.old_log_probs_R, self.ref_log_probs_R
         return TokenInputs(
@@ -75,9 +75,7 @@ def policy_loss(
     old_R = log_probs_R.detach() if inputs.old_log_probs_R is None else inputs.old_log_probs_R
     log_ratio_R = log_ratio(log_probs_R, old_R)
     eps_high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    loss_R, clipped_R = clipped_surrogate(
-        log_ratio_R, inputs.advantages_R, eps_low=config.eps_clip, eps_high=eps_high
-    )
+    loss_R, clipped_R = clipped_surrogate(log_ratio_R, inputs.advantages_R, eps_low=config.eps_clip, eps_high=eps_high)
     values = {"pg_loss": loss_R, "pg_clipfrac": clipped_R.to(loss_R.dtype), "ppo_kl": -log_ratio_R}
     if config.entropy_coef != 0.0:
         loss_R = loss_R - config.entropy_coef * entropy_R
@@ -87,9 +85,7 @@ def policy_loss(
     return {"loss": loss_R, "entropy_loss": entropy_R, **values}
 
 
-def sft_loss(
-    log_probs_R: Tensor, entropy_R: Tensor, inputs: TokenInputs, config: AlgorithmConfig
-) -> dict[str, Tensor]:
+def sft_loss(log_probs_R: Tensor, entropy_R: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
     """Negative log-likelihood of the given answer."""
     return {"loss": -log_probs_R, "entropy_loss": entropy_R}
 

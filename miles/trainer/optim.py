@@ -1,0 +1,113 @@
+"""AdamW on float32 masters, gradient clipping and the learning-rate schedule.
+
+A float32 parameter is its own master. A 16-bit parameter has a float32 master, and its gradient is summed over the
+micro-batches in float32 (`Tensor.grad_dtype`): with the two Adam moments 2 + 4 + 4 + 8 = 18 bytes a parameter. Nothing
+here ever replaces the storage of a parameter or of a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from miles.config.sections import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(config: OptimConfig, step: int, *, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    Linear warm-up from `--lr-warmup-init` that reaches `--lr` at the last warm-up step, then the decay, which reaches
+    `--min-lr` after `--lr-decay-iters` steps and stays there.
+    """
+    decay_steps = config.lr_decay_iters or total_steps
+    warmup_steps = config.lr_warmup_iters
+    if config.lr_warmup_fraction is not None:
+        warmup_steps = round(config.lr_warmup_fraction * decay_steps)
+    if step < warmup_steps:
+        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * (step + 1) / warmup_steps
+    if config.lr_decay_style == "constant":
+        return config.lr
+    progress = min((step - warmup_steps) / max(decay_steps - warmup_steps, 1), 1.0)
+    if config.lr_decay_style == "cosine":
+        progress = (1.0 - math.cos(math.pi * progress)) / 2
+    else:
+        assert config.lr_decay_style == "linear", f"unknown --lr-decay-style {config.lr_decay_style!r}"
+    return config.lr + (config.min_lr - config.lr) * progress
+
+
+class Optimizer:
+    """Owns masters, gradients and moments of a model's parameters."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, *, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.num_updates = 0
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.masters: dict[str, nn.Parameter] = {name: _master(p) for name, p in self.parameters.items()}
+        for name, master in self.masters.items():
+            self.parameters[name].grad_dtype = master.dtype
+            # Allocated once: backward passes add into it, so its address never changes.
+            self.parameters[name].grad = master.grad = torch.zeros_like(master, requires_grad=False)
+        matrices = [master for master in self.masters.values() if master.ndim >= 2]
+        others = [master for master in self.masters.values() if master.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+        for master in self.masters.values():
+            moments = {moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self.config, self.num_updates, total_steps=self.total_steps)
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad(set_to_none=False)
+
+    def grad_norm(self) -> float:
+        """L2 norm of the whole gradient; nan or inf when a part of it is."""
+        return float(torch.nn.utils.get_total_norm(parameter.grad for parameter in self.masters.values()))
+
+    def clip(self, grad_norm: float) -> None:
+        """Scale the gradient, whose norm this is, down to `--clip-grad`."""
+        if 0 < self.config.clip_grad < grad_norm:
+            for master in self.masters.values():
+                master.grad.mul_(self.config.clip_grad / grad_norm)
+
+    def step(self) -> None:
+        """One AdamW update at the scheduled learning rate; 16-bit parameters are derived from their masters."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self.learning_rate
+        self._adamw.step()
+        self.num_updates += 1
+        self._derive_parameters()
+
+    def moments(self, moment: str) -> dict[str, Tensor]:
+        """The live `exp_avg` or `exp_avg_sq`, by parameter name."""
+        return {name: self._adamw.state[master][moment] for name, master in self.masters.items()}
+
+    def resume(self, num_updates: int) -> None:
+        """Continue after this many updates, once a saved state was copied into the masters and moments."""
+        for master in self.masters.values():
+            self._adamw.state[master]["step"].fill_(num_updates)
+        self.num_updates = num_updates
+        self._derive_parameters()
+
+    @torch.no_grad()
+    def _derive_parameters(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter if parameter.dtype.itemsize >= 4 else nn.Parameter(parameter.detach().float())

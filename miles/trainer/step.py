@@ -1,0 +1,103 @@
+"""One optimizer step: accumulate, clip, optimise. Read this first.
+
+Each micro-batch adds its share of the gradient. Its tokens carry weights made from counts of the whole step, so the sum
+over the micro-batches is the gradient of one loss, however the samples were packed.
+
+R: trained tokens of the step, in canonical order.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles.config.sections import AlgorithmConfig
+from miles.errors import TrainError
+from miles.model.decoder import Decoder
+from miles.trainer.batch import MicroBatch, TokenBatch, in_flat_order, micro_batches, name_samples
+from miles.trainer.forward import Scorer
+from miles.trainer.losses import LOSSES, TokenInputs
+from miles.trainer.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The samples of one optimizer step, packed, with what the loss needs to know of each token."""
+
+    batch: TokenBatch
+    micro_batches: list[MicroBatch]
+    inputs: TokenInputs
+    weights_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Scores of every token, the named values that the loss function returned, and the norm before clipping."""
+
+    log_probs_R: Tensor
+    entropy_R: Tensor
+    loss_values: dict[str, Tensor]
+    grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A model with the means to improve it."""
+
+    model: Decoder
+    optimizer: Optimizer
+    scorer: Scorer
+    config: AlgorithmConfig
+
+    def step(self, work: StepWork) -> StepResult:
+        """Update the parameters once. `TrainError`, and no update, when the loss or the gradient is not finite."""
+        self.optimizer.zero_grad()
+        parts = [self.accumulate(micro_batch, work) for micro_batch in work.micro_batches]
+        values = {name: in_flat_order(work.micro_batches, [part[name] for part in parts]) for name in parts[0]}
+        result = StepResult(values.pop("log_probs"), values.pop("entropy"), values, self.optimizer.grad_norm())
+        self.check_finite(work, result)
+        self.optimizer.clip(result.grad_norm)
+        self.optimizer.step()
+        return result
+
+    def accumulate(self, micro_batch: MicroBatch, work: StepWork) -> dict[str, Tensor]:
+        """Score a micro-batch, and add its gradient to the parameters' if it learns."""
+        places_R = micro_batch.places_R
+        with torch.set_grad_enabled(micro_batch.learns):
+            log_probs_R, entropy_R = self.scorer.score(self.model, micro_batch)
+            inputs = work.inputs.take(places_R)
+            values = LOSSES[self.config.loss_type](log_probs_R, entropy_R, inputs, self.config)
+            if micro_batch.learns:
+                (values["loss"] * work.weights_R[places_R]).sum().backward()
+        scored = {"log_probs": log_probs_R, "entropy": entropy_R, **values}
+        return {name: value_R.detach() for name, value_R in scored.items()}
+
+    def check_finite(self, work: StepWork, result: StepResult) -> None:
+        """Raise a `TrainError` that names the samples whose loss or gradient is nan or inf."""
+        bad_R = ~result.loss_values["loss"].isfinite()
+        if bad_R.any():
+            what, bad = "loss", work.batch.sample_R[bad_R].unique().tolist()
+        elif not math.isfinite(result.grad_norm):
+            what, bad = "gradient", self.find_bad_gradients(work)
+        else:
+            return
+        named = name_samples([work.batch.samples[i].index for i in bad])
+        raise TrainError(
+            f"the {what} of samples {named} is not finite (nan or inf). The weights are as they were before this "
+            "optimizer step. A lower --lr or --clip-grad usually prevents it"
+        )
+
+    def find_bad_gradients(self, work: StepWork) -> list[int]:
+        """The samples of the step whose own gradient is not finite: slow, for the error message only."""
+        bad = []
+        for i in range(len(work.batch.samples)):
+            self.optimizer.zero_grad()
+            for micro_batch in micro_batches(work.batch, [i], max_tokens=sys.maxsize, learns=True):
+                self.accumulate(micro_batch, work)
+            if not math.isfinite(self.optimizer.grad_norm()):
+                bad.append(i)
+        return bad

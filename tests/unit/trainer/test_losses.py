@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from miles.config.sections import AlgorithmConfig
+from miles.trainer.losses import TokenInputs, kl_estimate, policy_loss, sft_loss
+from miles.trainer.ratios import effective_sample_share
+
+
+def test_without_old_log_probs_the_ratio_is_exactly_one_and_the_gradient_is_the_policy_gradient() -> None:
+    log_probs_R = torch.tensor([-0.123, -4.56, -0.7], requires_grad=True)
+    advantages_R = torch.tensor([2.0, -1.0, 0.0])
+    values = policy_loss(log_probs_R, torch.zeros(3), TokenInputs(advantages_R), AlgorithmConfig())
+    values["loss"].sum().backward()
+    assert values["ppo_kl"].tolist() == [0.0, 0.0, 0.0]
+    assert values["pg_loss"].tolist() == [-2.0, 1.0, 0.0]
+    assert values["pg_clipfrac"].tolist() == [0.0, 0.0, 0.0]
+    assert log_probs_R.grad.tolist() == [-2.0, 1.0, 0.0]
+
+
+def test_clip_range_is_symmetric_until_the_upper_one_is_given() -> None:
+    old_R = torch.zeros(1, dtype=torch.float64)
+    new_R = torch.tensor([1.25], dtype=torch.float64).log()
+    inputs = TokenInputs(torch.ones(1, dtype=torch.float64), old_R)
+    symmetric = policy_loss(new_R, old_R, inputs, AlgorithmConfig(eps_clip=0.2))
+    higher = policy_loss(new_R, old_R, inputs, AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28))
+    assert symmetric["pg_loss"].item() == pytest.approx(-1.2) and symmetric["pg_clipfrac"].item() == 1.0
+    assert higher["pg_loss"].item() == pytest.approx(-1.25) and higher["pg_clipfrac"].item() == 0.0
+
+
+def test_entropy_and_kl_enter_the_loss_with_their_coefficients() -> None:
+    log_probs_R, entropy_R = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.25])
+    inputs = TokenInputs(torch.zeros(2), None, torch.tensor([-1.5, -1.0]))
+    config = AlgorithmConfig(entropy_coef=0.1, kl_loss_coef=2.0, kl_loss_type="k1")
+    values = policy_loss(log_probs_R, entropy_R, inputs, config)
+    assert values["kl_loss"].tolist() == [0.5, -1.0]
+    assert values["loss"].tolist() == pytest.approx([2.0 * 0.5 - 0.05, 2.0 * -1.0 - 0.025])
+    assert values["entropy_loss"] is entropy_R
+
+
+def test_low_var_kl_is_k3_inside_its_limits_and_bounded_outside() -> None:
+    near = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64), torch.tensor([-1.3, -0.2, -2.0], dtype=torch.float64)
+    assert kl_estimate(*near, "low_var_kl").tolist() == kl_estimate(*near, "k3").tolist()
+    far = torch.tensor([-500.0, -0.1]), torch.tensor([-0.1, -500.0])
+    assert kl_estimate(*far, "low_var_kl").tolist() == [10.0, 10.0]
+
+
+def test_far_apart_log_probs_stay_finite() -> None:
+    new_R = torch.tensor([-0.1, -300.0], requires_grad=True)
+    inputs = TokenInputs(torch.tensor([1.0, -1.0]), torch.tensor([-300.0, -0.1]))
+    values = policy_loss(new_R, torch.zeros(2), inputs, AlgorithmConfig())
+    values["loss"].sum().backward()
+    assert values["loss"].isfinite().all() and new_R.grad.isfinite().all()
+
+
+def test_sft_is_the_negative_log_likelihood() -> None:
+    log_probs_R = torch.tensor([-1.0, -2.5])
+    values = sft_loss(log_probs_R, torch.tensor([0.1, 0.2]), TokenInputs(torch.zeros(2)), AlgorithmConfig())
+    assert values["loss"].tolist() == [1.0, 2.5]
+
+
+def test_effective_sample_share_counts_each_answer_alone() -> None:
+    ratio_R = torch.tensor([1.0, 1.0, 1.0, 3.0], dtype=torch.float64)
+    share = effective_sample_share(ratio_R, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]))
+    assert share.item() == pytest.approx((1.0 + 16.0 / (2 * 10.0)) / 2)

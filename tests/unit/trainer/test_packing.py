@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.trainer.packing import canonical_order, pack
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=40),
+    max_tokens=st.integers(1, 100),
+    max_samples=st.none() | st.integers(1, 5),
+)
+def test_every_sample_once_and_within_the_budget(lengths: list[int], max_tokens: int, max_samples: int | None) -> None:
+    bins = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    for members in bins:
+        assert members == sorted(members)
+        assert len(members) == 1 or sum(lengths[i] for i in members) <= max_tokens
+        assert max_samples is None or len(members) <= max_samples
+
+
+def test_a_sample_longer_than_the_budget_is_alone_and_does_not_scatter_the_others() -> None:
+    assert pack([5, 100, 5, 5, 5], max_tokens=10) == [[0, 3], [1], [2, 4]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_micro_batches_are_few_and_balanced(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(20, 140) for _ in range(128)]
+    totals = [sum(lengths[i] for i in members) for members in pack(lengths, max_tokens=1500)]
+    assert len(totals) <= -(-sum(lengths) // 1500) + 1
+    assert max(totals) - min(totals) <= 20
+
+
+def test_canonical_order_is_by_group_then_sample(make_samples) -> None:
+    samples = make_samples(num_groups=3, group_size=4)
+    shuffled = random.Random(1).sample(samples, len(samples))
+    assert canonical_order(shuffled) == samples
