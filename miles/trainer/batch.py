@@ -85,8 +85,7 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
     """Collect the trained tokens. An engine log-prob that is not finite is a `TrainError` that names the samples."""
     targets = [_targets(sample) for sample in samples]
     lengths_S = torch.tensor([len(target.ids) for target in targets], dtype=torch.int64, device=device)
-    with_log_probs = [sample for sample in samples if sample.rollout_log_probs is not None]
-    if not with_log_probs:
+    if samples and all(sample.rollout_log_probs is None for sample in samples):
         return TokenBatch(list(samples), targets, lengths_S, None)
     rollout_log_probs: list[float] = []
     broken: list[int] = []

@@ -8,12 +8,24 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from miles.model.spec import ModelSpec
 from miles.types import TrainSample
 
 
 def canonical_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """By group, then by sample: the order in which answers happened to finish must not change a bit of the result."""
     return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
+
+
+def default_max_tokens(spec: ModelSpec, *, bytes_per_number: int, memory_bytes: int) -> int:
+    """Token budget of a micro-batch whose activations take about `memory_bytes`, between 512 and 16,384 tokens.
+
+    A decoder layer keeps about 10 vectors of the hidden size, 4 of the feed-forward and 3 of the fused projection for
+    the backward pass of one token.
+    """
+    numbers_per_layer = 10 * spec.hidden_size + 4 * spec.intermediate_size + 3 * spec.qkv_size
+    fitting = memory_bytes // (spec.num_layers * numbers_per_layer * bytes_per_number)
+    return min(max(fitting, 512), 16384)
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, max_samples: int | None = None) -> list[list[int]]:

@@ -29,12 +29,13 @@ from miles.trainer.forward import Scorer
 from miles.trainer.losses import TokenInputs
 from miles.trainer.metrics import gap_metrics, loss_metrics, sample_metrics, token_metrics
 from miles.trainer.optim import MOMENTS, Optimizer
-from miles.trainer.packing import canonical_order
+from miles.trainer.packing import canonical_order, default_max_tokens
 from miles.trainer.reduce import sample_mean_weights, token_mean_weights
 from miles.trainer.step import Learner, StepWork
 from miles.types import TrainResult, TrainSample
 
-DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
+CPU_ACTIVATION_BYTES = 2**30
+GPU_ACTIVATION_SHARE = 0.25  # of the device's memory
 
 
 class LocalTrainer:
@@ -51,14 +52,14 @@ class LocalTrainer:
         self.device = model.head_weight.device
         self.optimizer = Optimizer(model, config.optim, total_steps=total_steps)
         self.num_steps = 0  # optimizer steps so far, those without a trained token included
-        self.max_tokens = config.batch.max_tokens_per_gpu or DEFAULT_MAX_TOKENS[self.device.type]
+        self.max_tokens = config.batch.max_tokens_per_gpu or self._default_max_tokens()
         self._is_policy = config.algorithm.loss_type == "policy_loss"
         # Supervised targets were not drawn at any temperature.
         temperature = config.rollout.rollout_temperature if self._is_policy else 1.0
         self._scorer = Scorer(temperature, config.batch.log_probs_chunk_size)
         self._learner = Learner(model, self.optimizer, self._scorer, config.algorithm)
         self._timers = Timers()
-        torch.manual_seed(config.optim.seed)
+        torch.manual_seed(config.optim.seed)  # of the whole process: its state is saved and loaded
 
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
         """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite."""
@@ -112,6 +113,13 @@ class LocalTrainer:
         torch.set_rng_state(_decode(state["rng"]))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(_decode(state["rng_cuda"]), self.device)
+
+    def _default_max_tokens(self) -> int:
+        memory_bytes = CPU_ACTIVATION_BYTES
+        if self.device.type == "cuda":
+            memory_bytes = int(GPU_ACTIVATION_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+        itemsize = self.model.head_weight.dtype.itemsize
+        return default_max_tokens(self.model.spec, bytes_per_number=itemsize, memory_bytes=memory_bytes)
 
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
         spec = self.model.spec

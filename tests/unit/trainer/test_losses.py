@@ -8,7 +8,7 @@ from miles.trainer.losses import TokenInputs, kl_estimate, policy_loss, sft_loss
 from miles.trainer.ratios import effective_sample_share
 
 
-def test_without_old_log_probs_the_ratio_is_exactly_one_and_the_gradient_is_the_policy_gradient() -> None:
+def test_field_note_19_a_single_update_has_ratio_exactly_1_and_the_policy_gradient() -> None:
     log_probs_R = torch.tensor([-0.123, -4.56, -0.7], requires_grad=True)
     advantages_R = torch.tensor([2.0, -1.0, 0.0])
     values = policy_loss(log_probs_R, torch.zeros(3), TokenInputs(advantages_R), AlgorithmConfig())
