@@ -41,7 +41,7 @@ HOMES = {
     "starlette": ("engine/server.py", "router/", "report/server.py"),
     "uvicorn": ("engine/server.py", "router/", "report/server.py"),
     "triton": ("ops/",),
-    "rich": ("observe/", "cli/"),
+    "rich": ("observe/", "cli/", "quickstart/show.py"),
 }
 
 # Files that are imported where torch must not be: its import takes seconds.
@@ -58,6 +58,7 @@ FAULT_BOUNDARIES = {
     "plugins.py::_import_module",
     "text/tokenizer.py::load_tokenizer",
     "loop/worker.py::run_guarded",
+    "engine/local.py::_serve",
 }
 
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")

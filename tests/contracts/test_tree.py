@@ -25,6 +25,8 @@ def test_package_keeps(rule):
 
 def test_every_metric_in_the_code_is_explained():
     def is_known(name: str) -> bool:
+        if any(metric.startswith(f"{name}/") for metric in names.METRICS):  # `rollout/response_len` for its `/mean`
+            return True
         try:
             names.check(name)
         except AssertionError:

@@ -47,6 +47,11 @@ def test_steps_of_a_rollout_set_the_batch():
     assert resolved("--loss-type", "sft_loss").batch.global_batch_size == 32
 
 
+def test_learning_rate_0_is_0_at_every_step():
+    optim = resolved(*"--lr 0 --min-lr 1e-5 --lr-warmup-init 1e-6 --lr-decay-style linear".split()).optim
+    assert (optim.lr, optim.min_lr, optim.lr_warmup_init) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("device, dtype", [("cpu", "float32"), ("cuda", "bfloat16"), ("auto", "auto")])
 def test_dtype_follows_a_device_that_is_named(device, dtype):
     assert resolved("--device", device).model.dtype == dtype
