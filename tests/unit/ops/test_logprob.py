@@ -71,9 +71,7 @@ def test_gradient_of_only_one_input(chunk_size: int) -> None:
 
 def test_without_entropy_only_log_probs(chunk_size: int) -> None:
     hidden_TD, head_VD, targets_T = inputs(8, 6, 4)
-    log_probs_T, entropy_T = token_log_probs(
-        hidden_TD, head_VD, targets_T, chunk_size=chunk_size, with_entropy=False
-    )
+    log_probs_T, entropy_T = token_log_probs(hidden_TD, head_VD, targets_T, chunk_size=chunk_size, with_entropy=False)
     assert entropy_T is None
     torch.testing.assert_close(log_probs_T, plain(hidden_TD, head_VD, targets_T, 1.0)[0])
 
