@@ -38,7 +38,7 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """Hugging Face folder of SmolLM2-135M-Instruct, made by `miles models get smollm2-135m-instruct`."""
-    folder = os.environ.get("MILES_SMOLLM2_DIR")
-    if folder is None:
-        pytest.skip("set MILES_SMOLLM2_DIR to the folder that `miles models get smollm2-135m-instruct` wrote")
-    return Path(folder)
+    folder = Path(os.environ.get("MILES_SMOLLM2_DIR", REPOSITORY / "models" / "smollm2-135m-instruct"))
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip(f"SmolLM2 is not in {folder}; run `miles models get smollm2-135m-instruct` or set MILES_SMOLLM2_DIR")
+    return folder
