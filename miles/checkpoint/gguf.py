@@ -7,7 +7,6 @@ before BPE is given in the metadata by name only, and a wrong guess changes ids:
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 import gguf
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers import decoders as token_decoders
 from tokenizers import pre_tokenizers as splitters
 from tokenizers.models import BPE
 
-from miles.errors import CheckpointError
+from miles.errors import CheckpointError, StorageError
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -68,21 +68,25 @@ def convert_gguf(gguf_file: Path, target: Path) -> None:
     """Write the model in `gguf_file` as the Hugging Face folder `target`, weights in float32 (so nothing is rounded).
 
     The folder appears under its name only when it is whole. Raises `CheckpointError` when the file is damaged or of
-    an unsupported kind, or when `target` exists with something in it.
+    an unsupported kind, or when `target` exists with something in it, `StorageError` when writing fails.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty; move it away or choose another folder")
     source = _open(gguf_file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        folder = Path(scratch) / target.name
-        folder.mkdir()
-        tensors = _tensors(source)
-        _write_json(folder / "config.json", _config(source, tied_head="lm_head.weight" not in tensors))
-        _write_json(folder / "generation_config.json", _token_ids(source))
-        _write_tokenizer(source, folder)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        os.replace(folder, target)
+    tensors = _tensors(source)
+    config = _config(source, tied_head="lm_head.weight" not in tensors)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            folder = Path(scratch) / target.name
+            folder.mkdir()
+            _write_json(folder / "config.json", config)
+            _write_json(folder / "generation_config.json", _token_ids(source))
+            _write_tokenizer(source, folder)
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            folder.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot write the model folder {target}: {error}; nothing is left of it") from error
 
 
 def _open(path: Path) -> _GgufFile:
