@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.contracts.tree import Module, functions, imports, modules, within
@@ -189,18 +189,44 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
     return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in caught)
 
 
-def metric_names(package: Path, *, is_known: Callable[[str], bool]) -> Iterator[str]:
-    """Every text in the code that looks like a metric is one that `observe/names.py` explains."""
+def metric_names(package: Path, *, metrics: Iterable[str]) -> Iterator[str]:
+    """Every text in the code that looks like a metric is one of `metrics`, the names that `observe/names.py` explains.
+
+    A `<part>` of a metric and a `{part}` of an f-string stand for anything; a text may also be all but the last part,
+    as in `rollout/response_len` for its `/mean`.
+    """
+    patterns = [re.compile(re.sub(r"<\w+>", "[^/]+", name)) for name in metrics]
+    groups = {name.rpartition("/")[0] for name in metrics}
+
+    def is_known(pieces: list[str]) -> bool:
+        if len(pieces) == 1:
+            return pieces[0] in groups or any(pattern.fullmatch(pieces[0]) for pattern in patterns)
+        open_ended = re.compile(".+".join(map(re.escape, pieces)))
+        return any(open_ended.fullmatch(name) for name in metrics)
+
     for module in modules(package):
         if module.path != "observe/names.py":
-            for node in ast.walk(module.tree):
-                if (
-                    isinstance(node, ast.Constant)
-                    and isinstance(node.value, str)
-                    and METRIC.fullmatch(node.value)
-                    and not is_known(node.value)
-                ):
-                    yield f"{module.path}:{node.lineno}: metric {node.value!r} is not in observe/names.py"
+            for line, pieces in _texts(module.tree):
+                name = "{}".join(pieces)
+                if METRIC.fullmatch(name.replace("{}", "x")) and not is_known(pieces):
+                    yield f"{module.path}:{line}: metric {name!r} is not in observe/names.py"
+
+
+def _texts(node: ast.AST) -> Iterator[tuple[int, list[str]]]:
+    """Line and literal pieces of each text; an f-string has several pieces, with a value between two of them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.JoinedStr):
+            pieces = [""]
+            for part in child.values:
+                if isinstance(part, ast.Constant):
+                    pieces[-1] += str(part.value)
+                else:
+                    pieces.append("")
+            yield child.lineno, pieces
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.lineno, [child.value]
+        else:
+            yield from _texts(child)
 
 
 def no_workplace_paths(repository: Path) -> Iterator[str]:
