@@ -69,6 +69,11 @@ class SamplingParams:
     return_kept_tokens: bool = False
     skip_special_tokens: bool = True  # leave special tokens out of the text of the answer
 
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether some tokens may never be drawn. No for greedy answers: the most likely token survives every cut."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
 
 class FinishReason(str, enum.Enum):
     """Why an answer ended. `stop`: an end token or a stop string. `length`: a limit. `error`: the request failed."""

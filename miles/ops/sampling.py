@@ -13,6 +13,7 @@ Shapes: R rows, V vocabulary, C candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Draw:
 def sample(
     logits_RV: Tensor,
     *,
-    seeds_R2: Tensor,
+    seeds_R2: Tensor | None,
     temperature_R: Tensor | None = None,
     greedy_R: Tensor | None = None,
     cuts: Cuts | None = None,
@@ -63,14 +64,25 @@ def sample(
     """Draw from softmax(logits / temperature) after the cuts. Changes `logits_RV` (float32), which afterwards holds
     the tempered logits with -inf for tokens that were cut.
 
-    `temperature_R` None means 1. Rows of `greedy_R` take the most likely token (their temperature must be 1 and they
-    must have no cut). `seeds_R2` come from `row_seeds`.
+    `seeds_R2` come from `row_seeds`; None makes every row greedy. `temperature_R` None means 1. Rows of `greedy_R` take
+    the most likely token; their temperature must be 1 and they must have no cut.
     """
     finite_R = logits_RV.sum(-1).isfinite()
     if temperature_R is not None:
         logits_RV.div_(temperature_R.unsqueeze(1))
     if cuts is not None:
         logits_RV[cuts.rows_R] = _cut(logits_RV[cuts.rows_R], cuts)
+    if seeds_R2 is None:
+        return Draw(*_most_likely(logits_RV), finite_R)
+    tokens_R, log_probs_R = _race(logits_RV, seeds_R2)
+    if greedy_R is not None:
+        best_R, best_log_probs_R = _most_likely(logits_RV)
+        tokens_R = torch.where(greedy_R, best_R, tokens_R)
+        log_probs_R = torch.where(greedy_R, best_log_probs_R, log_probs_R)
+    return Draw(tokens_R, log_probs_R, finite_R)
+
+
+def _race(logits_RV: Tensor, seeds_R2: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits_RV.shape
     rows_per_piece = num_rows if logits_RV.is_cuda else max(1, _CPU_PIECE // vocab_size)
     words_V = _vocabulary_words(vocab_size, logits_RV.device)
@@ -80,18 +92,16 @@ def sample(
         drawn = (p / _negative_exponentials(seeds, words_V)).argmin(-1)
         tokens.append(drawn)
         probs.append(p.gather(1, drawn.unsqueeze(1)).squeeze(1))
-    tokens_R, probs_R = torch.cat(tokens), torch.cat(probs)
-    log_probs_R = probs_R.log_()
-    if greedy_R is not None:
-        best_R = logits_RV.argmax(-1)
-        best_log_probs_R = logits_RV.gather(1, best_R.unsqueeze(1)).squeeze(1) - logits_RV.logsumexp(-1)
-        tokens_R = torch.where(greedy_R, best_R, tokens_R)
-        log_probs_R = torch.where(greedy_R, best_log_probs_R, log_probs_R)
-    return Draw(tokens_R, log_probs_R, finite_R)
+    return torch.cat(tokens), torch.cat(probs).log_()
+
+
+def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    best_R = logits_RV.argmax(-1)
+    return best_R, logits_RV.gather(1, best_R.unsqueeze(1)).squeeze(1) - logits_RV.logsumexp(-1)
 
 
 def row_seeds(keys_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Two 32-bit seeds (R x 2, int32) of each row's draw from its noise key (64 bits in an int64) and token position."""
+    """Two 32-bit seeds (R x 2, int32) of each row's draw, from its noise key (64 bits in an int64) and position."""
     return _mix_64(_mix_64(keys_R) + positions_R * _GOLDEN_64).unsqueeze(1).view(torch.int32)
 
 
@@ -108,6 +118,7 @@ def _negative_exponentials(seeds_R2: Tensor, words_V: Tensor) -> Tensor:
     return v_RV.add_(0.5).mul_(-_UNIFORM_STEP).log1p_()
 
 
+@lru_cache(maxsize=8)
 def _vocabulary_words(vocab_size: int, device: torch.device) -> Tensor:
     """One well-mixed 32-bit word per token id."""
     words_V = torch.arange(vocab_size, dtype=torch.int32, device=device)

@@ -1,0 +1,1 @@
+"""The rollout engine. Start reading at `core.py`."""

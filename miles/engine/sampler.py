@@ -1,0 +1,68 @@
+"""From logits to one token per row, on the device; from there to the host in one piece.
+
+Shapes: R rows that get a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.engine.request import RequestTable
+from miles.ops.sampling import Cuts, row_seeds, sample
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of one step on the host. `failures` and `kept` hold only the rows (0 to R - 1) that need them: what was
+    wrong with the logits, and the ids that the cuts left."""
+
+    tokens_R: np.ndarray
+    log_probs_R: np.ndarray
+    failures: dict[int, str]
+    kept: dict[int, list[int]]
+
+
+def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
+    """Draw a token for each row of the table from its logits (float32, overwritten)."""
+    device = logits_RV.device
+
+    def upload(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    greedy_R, temperature_R, cut_R = table.greedy[rows_R], table.temperature[rows_R], table.cut[rows_R]
+    # the noise of a token depends on its place in the whole text, so a continued answer goes on with the same draws
+    seeds_R2 = None if greedy_R.all() else row_seeds(upload(table.key[rows_R]), upload(table.length[rows_R]))
+    drawn = sample(
+        logits_RV,
+        seeds_R2=seeds_R2,
+        temperature_R=None if (temperature_R == 1.0).all() else upload(temperature_R),
+        greedy_R=upload(greedy_R) if greedy_R.any() else None,
+        cuts=_cuts(table, rows_R, np.flatnonzero(cut_R), upload) if cut_R.any() else None,
+    )
+    finite_R = drawn.finite_R.cpu().numpy()
+    failures = {} if finite_R.all() else {i: _describe(logits_RV[i]) for i in np.flatnonzero(~finite_R).tolist()}
+    kept = {}
+    for i in np.flatnonzero(table.scanned[rows_R] & cut_R).tolist():
+        live = table.live[rows_R[i]]
+        if live is not None and live.kept is not None:
+            kept[i] = logits_RV[i].isfinite().nonzero().squeeze(1).tolist()
+    return Drawn(drawn.tokens_R.cpu().numpy(), drawn.log_probs_R.cpu().numpy(), failures, kept)
+
+
+def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload) -> Cuts:  # noqa: ANN001
+    rows = rows_R[which]
+    top_k, top_p = table.top_k[rows], table.top_p[rows]
+    if (top_p[top_k <= 0] < 1.0).any():
+        num_candidates = np.iinfo(np.int64).max
+    else:
+        num_candidates = max(int(top_k.max()), 0)
+    return Cuts(upload(which), upload(top_k), upload(top_p), upload(table.min_p[rows]), num_candidates)
+
+
+def _describe(logits_V: Tensor) -> str:
+    num_nan, num_inf = int(logits_V.isnan().sum()), int(logits_V.isinf().sum())
+    return f"{num_nan} NaN and {num_inf} infinite of {len(logits_V)} logits"
