@@ -1,0 +1,115 @@
+"""Saves a checkpoint so that a kill, a crash or a full disk at any moment leaves the previous one in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from miles.checkpoint import layout
+from miles.checkpoint.hf import export_hf
+from miles.checkpoint.layout import Manifest
+from miles.errors import CheckpointError, StorageError
+from miles.observe.atomic import sync
+
+# Config, tokenizer and state files, and what a file system needs for itself.
+_SPARE_BYTES = 4 << 20
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    *,
+    tensors: Mapping[str, dict[str, Tensor]],
+    state: dict[str, Any],
+    model_source: Path,
+) -> Path:
+    """Save `tensors` by file stem and the JSON `state` as the checkpoint of `iteration` (rollouts done).
+
+    `tensors["model"]` has Hugging Face names and becomes a folder that `transformers` loads; config and tokenizer come
+    from `model_source`. Everything is on disk on return. Raises `StorageError` when it cannot be written; the
+    checkpoint before this one is then still the one to resume from.
+    """
+    temporary = layout.temporary_path(root, iteration, pid=os.getpid())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in layout.leftovers(root):
+            shutil.rmtree(leftover)
+        _check_space(root, tensors)
+        temporary.mkdir()
+        for stem, content in tensors.items():
+            if stem == layout.MODEL_FOLDER:
+                export_hf(temporary / stem, source=model_source, tensors=content, dtype=torch.float32)
+            else:
+                save_file(content, temporary / f"{stem}.safetensors")
+        # As a load will see it: tuples become lists.
+        plain_state = json.loads(json.dumps(state, allow_nan=False))
+        manifest = Manifest(iteration=iteration, files=layout.mark_files(temporary), state=plain_state)
+        layout.write_manifest(temporary, manifest)
+        _sync_tree(temporary)
+        return _publish(root, temporary, manifest)
+    except (OSError, SafetensorError, StorageError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StorageError(
+            f"{root}: cannot save the checkpoint of iteration {iteration}: {reason}; {_what_is_left(root)}"
+        ) from error
+
+
+def _check_space(root: Path, tensors: Mapping[str, dict[str, Tensor]]) -> None:
+    needed = _SPARE_BYTES + sum(
+        tensor.numel() * (4 if stem == layout.MODEL_FOLDER else tensor.element_size())
+        for stem, content in tensors.items()
+        for tensor in content.values()
+    )
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise StorageError(f"it needs {needed:,} bytes and {free:,} are free")
+
+
+def _what_is_left(root: Path) -> str:
+    done = layout.read_tracker(root)
+    kept = "nothing had been saved before" if done is None else f"the checkpoint of iteration {done} is intact"
+    return f"{kept}. Free space or give another --save, then resume"
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def _publish(root: Path, temporary: Path, manifest: Manifest) -> Path:
+    """Give the complete folder its name and write the tracker."""
+    target = layout.checkpoint_path(root, manifest.iteration)
+    replaced = layout.temporary_path(root, manifest.iteration, pid=os.getpid(), what="replaced-")
+    if _is_saved(target, manifest):
+        # Replacing it would leave a moment without the checkpoint that the tracker may name.
+        shutil.rmtree(temporary)
+    else:
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        sync(root)
+    layout.write_tracker(root, manifest.iteration)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return target
+
+
+def _is_saved(target: Path, manifest: Manifest) -> bool:
+    if not target.exists():
+        return False
+    try:
+        layout.verify(target, manifest)
+        return layout.read_manifest(target) == manifest
+    except CheckpointError:
+        return False
