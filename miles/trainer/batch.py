@@ -109,7 +109,7 @@ def micro_batches(
     lengths = [batch.targets[i].num_inputs for i in members]
     starts_S = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
     packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
-    return [_micro_batch(batch, [members[i] for i in bin], starts_S, learns=learns) for bin in packed]
+    return [_micro_batch(batch, [members[i] for i in chosen], starts_S, learns=learns) for chosen in packed]
 
 
 def in_flat_order(micro_batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
@@ -133,7 +133,9 @@ def _targets(sample: TrainSample) -> Targets:
 
 
 def _trained_log_probs(sample: TrainSample) -> list[float]:
-    log_probs = [] if sample.rollout_log_probs is None else sample.rollout_log_probs
+    if not any(sample.loss_mask):
+        return []
+    log_probs = sample.rollout_log_probs or []
     assert len(log_probs) == sample.response_length, f"sample {sample.index}: log-probs and response differ in length"
     return [log_prob for log_prob, mask in zip(log_probs, sample.loss_mask, strict=True) if mask]
 

@@ -279,7 +279,7 @@ def test_field_note_24_masked_and_empty_answers_change_nothing_for_the_others(
     trainer = LocalTrainer(make_model(), None, make_config(), total_steps=1)
     expected = trainer.train(samples, rollout_id=0, weight_version=0)
     masked = TrainSample([1, 2, 3], 2, [0, 0], math.nan, 0.0, 0, 100, [math.nan, -1e9], [0, 0])
-    empty = TrainSample([1, 2], 0, [], math.nan, 0.0, 1, 101, [], [])
+    empty = TrainSample([1, 2], 0, [], math.nan, 0.0, 1, 101, None, None)
     other = LocalTrainer(make_model(), None, make_config(), total_steps=1)
     result = other.train([masked, *samples, empty], rollout_id=0, weight_version=0)
     assert result.steps[0] == pytest.approx(expected.steps[0] | {"train/num_samples": 14}, rel=1e-6, abs=1e-7)
