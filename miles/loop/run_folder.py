@@ -91,9 +91,8 @@ def _check_identity(folder: RunFolder, config: RunConfig) -> None:
     differences = identity_diff(identity(load_config(folder.config_file)), identity(config))
     if differences:
         raise ConfigError(
-            f"{folder.path} belongs to a run with other settings; go back to them to resume it, or start a new run "
-            "with another --run-name:",
-            *(f"  {line}" for line in differences),
+            f"{folder.path} belongs to a run with other settings ({'; '.join(differences)}): go back to them to resume "
+            "it, or give another --run-name to start a new run"
         )
 
 

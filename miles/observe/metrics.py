@@ -1,6 +1,7 @@
-"""The numbers of a run on disk: `metrics.jsonl`, one record per step, and `events.jsonl`.
+"""The numbers of a run on disk: `metrics.jsonl`, one record per step and per evaluation, and `events.jsonl`.
 
-These files are the truth; trackers mirror them. A record is on disk when `write` returns.
+These files are the truth; trackers mirror them. A record is on disk when `write` returns. The step of an evaluation is
+the number of steps trained before it, so the record `eval 0` describes the start weights.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ EVENT_SCHEMA = 1
 class MetricsWriter:
     """Appends to the two files of a run folder.
 
-    `first_step` is the step a resumed run begins with: records of it and of later steps are dropped first, so that no
-    step is there twice. None begins anew. Raises `StorageError` when the folder cannot be written.
+    `first_step` is the step a resumed run begins with: records of it and of later steps, and of later evaluations, are
+    dropped first, so that nothing is there twice. None begins anew. Raises `StorageError` when the folder cannot be
+    written.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int | None) -> None:
         self._metrics_path = run_dir / "metrics.jsonl"
         self._events_path = run_dir / "events.jsonl"
         kept = [] if first_step is None else _records_before(self._metrics_path, first_step)
-        self._last_step = kept[-1]["step"] if kept else None
+        self._last_step = {record["kind"]: record["step"] for record in kept}
         try:
             write_atomically(self._metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
             self._metrics = open(self._metrics_path, "a", encoding="utf-8")  # noqa: SIM115
@@ -39,14 +41,15 @@ class MetricsWriter:
         except OSError as error:
             raise StorageError(f"{run_dir}: cannot write the metrics of the run: {error.strerror}") from error
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the record of a step. Steps rise; every name is known; every value is a finite number."""
-        assert self._last_step is None or step > self._last_step, f"step {step} comes after step {self._last_step}"
+    def write(self, step: int, metrics: Mapping[str, float], *, kind: str = "step") -> None:
+        """Add a record of kind `step` or `eval`. Steps rise; every name is known; every value is a finite number."""
+        last_step = self._last_step.get(kind, -1)
+        assert step > last_step, f"{kind} {step} comes after {kind} {last_step}"
         for name, value in metrics.items():
             names.check(name)
             assert math.isfinite(value), f"{name} of step {step} is {value}: it must be finite to be recorded"
-        _append(self._metrics, {"step": step, "time": now(), **metrics})
-        self._last_step = step
+        _append(self._metrics, {"kind": kind, "step": step, "time": now(), **metrics})
+        self._last_step[kind] = step
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add something that happened: `start`, `resume`, `checkpoint`, `stop`, `error`, ..."""
@@ -71,7 +74,7 @@ def now() -> str:
 
 
 def _records_before(path: Path, step: int) -> list[dict[str, Any]]:
-    return [record for record in read_records(path) if record["step"] < step]
+    return [record for record in read_records(path) if record["step"] < step + (record["kind"] == "eval")]
 
 
 def _append(file: Any, record: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ def test_one_record_per_step(tmp_path):
     write_steps(tmp_path, range(3))
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
-    assert set(records[0]) == {"step", "time", "train/loss"}
+    assert set(records[0]) == {"kind", "step", "time", "train/loss"}
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path):
@@ -28,6 +28,18 @@ def test_a_resumed_run_has_no_step_twice(tmp_path):
     assert [(record["step"], record["train/loss"]) for record in records] == [
         (0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0),
     ]  # fmt: skip
+
+
+def test_an_evaluation_before_the_step_that_is_resumed_stays(tmp_path):
+    writer = MetricsWriter(tmp_path, first_step=None)
+    writer.write(0, {"eval/set": 0.5}, kind="eval")
+    for step in range(4):
+        writer.write(step, {"train/loss": 0.0})
+        writer.write(step + 1, {"eval/set": 0.5}, kind="eval")
+    writer.close()
+    MetricsWriter(tmp_path, first_step=2).close()
+    records = [(record["kind"], record["step"]) for record in read_records(tmp_path / "metrics.jsonl")]
+    assert records == [("eval", 0), ("step", 0), ("eval", 1), ("step", 1), ("eval", 2)]
 
 
 def test_a_fresh_start_drops_everything_but_events(tmp_path):
