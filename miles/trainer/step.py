@@ -92,7 +92,10 @@ class Learner:
         )
 
     def find_bad_gradients(self, work: StepWork) -> list[int]:
-        """The samples of the step whose own gradient is not finite: slow, for the error message only."""
+        """The samples of the step whose own gradient is not finite, or all when only their sum is not.
+
+        Slow: one backward pass per sample, for the error message only.
+        """
         bad = []
         for i in range(len(work.batch.samples)):
             self.optimizer.zero_grad()
@@ -100,4 +103,4 @@ class Learner:
                 self.accumulate(micro_batch, work)
             if not math.isfinite(self.optimizer.grad_norm()):
                 bad.append(i)
-        return bad
+        return bad or list(range(len(work.batch.samples)))
