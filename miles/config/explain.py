@@ -12,8 +12,16 @@ from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
 
 _FOUND_BY_WORKER = {
-    "device": "a GPU when there is one; decided when the worker starts",
-    "dtype": "float32 on a CPU, bfloat16 on a GPU; decided when the worker starts",
+    "device": "a GPU when there is one",
+    "dtype": "float32 on a CPU, bfloat16 on a GPU",
+    "num_threads": "by model size",
+    "num_rollout": "from --num-epoch and the number of prompts",
+    "rollout_max_context_len": "the model's limit",
+    "max_tokens_per_gpu": "by model and device",
+    "engine_mem_fraction_static": "what the trainer leaves",
+    "engine_max_total_tokens": "by memory",
+    "engine_max_running_requests": "by device",
+    "engine_chunked_prefill_size": "by device",
 }
 
 
@@ -49,8 +57,8 @@ def _remarks(config: RunConfig) -> Iterator[tuple[str, str]]:
         if flag.effect == SATISFIED:
             yield name, SATISFIED
     for name, text in _FOUND_BY_WORKER.items():
-        if flatten(config)[name] == "auto":
-            yield name, text
+        if flatten(config)[name] in ("auto", None):
+            yield name, f"found when the worker starts: {text}"
     for condition, names, reason in _unused(config):
         if condition:
             for name in names:

@@ -41,7 +41,9 @@ class ModelConfig:
     num_threads: int | None = flag(
         None, "CPU threads of the worker; default by model size", unit="threads", bounds=AT_LEAST_ONE, resume=True
     )
-    attn_implementation: str | None = flag(None, "attention of the trainer, by its public name")
+    attn_implementation: str | None = flag(
+        None, "public name of the trainer's attention; the packed attention of ops/ serves all", effect=SATISFIED
+    )
     train_backend: str = flag("fsdp", "public name of the trainer", choices=("fsdp",), effect=SATISFIED)
 
 
@@ -207,7 +209,9 @@ class EngineConfig:
     )
     engine_page_size: int = flag(16, "tokens of a KV cache block", unit="tokens", bounds=AT_LEAST_ONE)
     engine_disable_radix_cache: bool = flag(False, "do not share the blocks of equal prompt beginnings")
-    engine_attention_backend: str | None = flag(None, "attention of the engine, by its public name")
+    engine_attention_backend: str | None = flag(
+        None, "public name of the engine's attention; the paged attention of ops/ serves all", effect=SATISFIED
+    )
 
 
 @dataclass(frozen=True)

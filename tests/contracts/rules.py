@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.contracts.tree import Module, functions, imports, modules, within
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PACKAGE_LINES = 500, 80, 20_000
+MAX_TEXT_BYTES = 1_000_000  # larger files are data
 FORBIDDEN_FOLDERS = {"utils", "common", "helpers", "misc"}
 
 # A folder imports only lower ranks and itself; top-level files of rank 0 may import each other.
@@ -229,6 +230,17 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, list[str]]]:
             yield from _texts(child)
 
 
+def flags_are_read(package: Path, *, flags: Iterable[str]) -> Iterator[str]:
+    """A flag that nothing outside `config/` reads does nothing, whatever its help says."""
+    read: set[str] = set()
+    for module in modules(package):
+        if module.home != "config":
+            read |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+    for flag in flags:
+        if flag not in read:
+            yield f"{flag}: no file reads this flag"
+
+
 def no_workplace_paths(repository: Path) -> Iterator[str]:
     """Takes the repository, not the package: nothing that is committed may name a path of one machine."""
     for folder, subfolders, files in os.walk(repository):
@@ -236,6 +248,8 @@ def no_workplace_paths(repository: Path) -> Iterator[str]:
         subfolders[:] = sorted(set(kept) - {"runs", "build", "dist", "__pycache__"})
         for file in sorted(files):
             path = Path(folder, file)
+            if path.stat().st_size > MAX_TEXT_BYTES:
+                continue
             try:
                 lines = path.read_text(encoding="utf-8").split("\n")
             except UnicodeDecodeError:

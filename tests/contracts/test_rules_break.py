@@ -119,6 +119,12 @@ def test_unknown_metric_is_refused(tmp_path):
     ]
 
 
+def test_flag_that_nothing_reads_is_refused(tmp_path):
+    files = {"loop/a.py": "print(config.optim.lr)\n", "config/rules.py": "print(config.optim.seed)\n"}
+    violations = list(rules.flags_are_read(package(tmp_path, files), flags=["lr", "seed"]))
+    assert violations == ["seed: no file reads this flag"]
+
+
 def test_workplace_path_is_refused(tmp_path):
     path = "/" + "work/data"
     for name, text in {"a.md": f"see {path}", "b.md": "see https://x.org/work/ and ../work/b", ".venv/c": path}.items():

@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from miles.config.fields import ACTIVE
+from miles.config.flags import FLAGS
 from miles.observe import names
 from tests.conftest import REPOSITORY
 from tests.contracts import freeze, rules
@@ -25,6 +27,12 @@ def test_package_keeps(rule):
 
 def test_every_metric_in_the_code_is_explained():
     assert list(rules.metric_names(PACKAGE, metrics=names.METRICS)) == []
+
+
+def test_every_flag_is_read():
+    """Flags that are satisfied by the design, or leave no choice, need no reader."""
+    active = [name for name, flag in FLAGS.items() if flag.effect == ACTIVE and len(flag.choices) != 1]
+    assert list(rules.flags_are_read(PACKAGE, flags=active)) == []
 
 
 def test_nothing_names_a_path_of_one_machine():

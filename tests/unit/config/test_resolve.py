@@ -127,7 +127,8 @@ def test_explain_shows_every_flag_with_value_and_source(tmp_path):
     assert lines["--global-batch-size"] == "256 [resolved]"
     assert lines["--lr"] == "1e-06 [default]"
     assert lines["--colocate"] == "on [default] no effect here"
-    assert "decided when the worker starts" in lines["--device"]
+    assert lines["--device"] == "auto [default] found when the worker starts: a GPU when there is one"
+    assert lines["--num-threads"] == "- [default] found when the worker starts: by model size"
 
 
 @pytest.mark.parametrize(
