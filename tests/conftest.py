@@ -20,6 +20,21 @@ hypothesis.settings.register_profile("miles", max_examples=25, deadline=None, de
 hypothesis.settings.load_profile("miles")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if REPOSITORY / "tests" / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # only here, so that tests without it start at once
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def cases_dir() -> Path:
     """Cases of right answers; `MILES_CASES_DIR` names a folder with other cases of the same form."""
@@ -40,5 +55,5 @@ def smollm2_dir() -> Path:
     """Hugging Face folder of SmolLM2-135M-Instruct, made by `miles models get smollm2-135m-instruct`."""
     folder = Path(os.environ.get("MILES_SMOLLM2_DIR", REPOSITORY / "models" / "smollm2-135m-instruct"))
     if not (folder / "model.safetensors").is_file():
-        pytest.skip(f"SmolLM2 is not in {folder}; run `miles models get smollm2-135m-instruct` or set MILES_SMOLLM2_DIR")
+        pytest.skip(f"no SmolLM2 in {folder}; run `miles models get smollm2-135m-instruct` or set MILES_SMOLLM2_DIR")
     return folder
