@@ -67,7 +67,7 @@ class Watchdog:
             if self.phase_age_s > deadline_s:
                 return f"took longer than the {deadline_s:g} s that --phase-deadlines allows"
         elif self._clock - self._last_progress > DEFAULT_STALL_S:
-            return f"made no progress for {DEFAULT_STALL_S:g} s"
+            return f"made no progress for {DEFAULT_STALL_S:g} s (--phase-deadlines gives a slow phase more)"
         return None
 
 
