@@ -58,8 +58,11 @@ def _required(config: RunConfig) -> Iterator[str]:
 
 def _reward(config: RunConfig) -> Iterator[str]:
     reward = config.reward
-    if config.algorithm.loss_type == "policy_loss" and reward.rm_type is None and reward.custom_rm_path is None:
-        yield "--rm-type or --custom-rm-path is missing: policy_loss learns from a reward"
+    if reward.rm_type is None and reward.custom_rm_path is None:
+        if config.algorithm.loss_type == "policy_loss":
+            yield "--rm-type or --custom-rm-path is missing: policy_loss learns from a reward"
+        elif config.eval.eval_interval is not None:
+            yield "--rm-type or --custom-rm-path is missing: evaluation scores answers with a reward"
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one answer at a time"
     if reward.rm_type == "math" and reward.custom_rm_path is None and config.data.label_key is None:
@@ -138,7 +141,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _divisors(total: int, wanted: int) -> str:
     """ "96 or 128 would": the nearest divisors of `total` on both sides."""
-    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    small = [number for number in range(1, math.isqrt(total) + 1) if total % number == 0]
+    divisors = sorted({*small, *(total // number for number in small)})
     near = [number for number in divisors if number < wanted][-1:] + [number for number in divisors if number > wanted][
         :1
     ]

@@ -26,6 +26,10 @@ def test_good_settings_have_no_violation():
         ({"prompt_data": None}, "--prompt-data is missing"),
         ({"num_rollout": None}, "--num-rollout or --num-epoch is missing"),
         ({"rm_type": None}, "--rm-type or --custom-rm-path is missing"),
+        (
+            {"rm_type": None, "loss_type": "sft_loss", "eval_interval": 1, "eval_prompt_data": ("a", "x")},
+            "evaluation scores answers with a reward",
+        ),
         ({"group_rm": True}, "--group-rm needs --custom-rm-path"),
         ({"rm_type": "math"}, "--rm-type math needs --label-key"),
         ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy"),
@@ -50,6 +54,7 @@ def test_good_settings_have_no_violation():
             "--global-batch-size 100; 64 or 128 would",
         ),
         ({"global_batch_size": 512}, "--global-batch-size 512; 256 would"),
+        ({"rollout_batch_size": 10**9 + 7, "global_batch_size": 9}, "--global-batch-size 9; 8 or 1000000007 would"),
         ({"num_steps_per_rollout": 3}, "do not divide into --num-steps-per-rollout 3; 2 or 4 would"),
         ({"num_steps_per_rollout": 2, "global_batch_size": 64}, "--global-batch-size 64 x --num-steps-per-rollout 2"),
         ({"rollout_batch_size": 0}, "--rollout-batch-size must be at least 1, not 0"),
