@@ -42,6 +42,7 @@ class _Given:
     doubtful: set[str] = field(default_factory=set)
     explain: bool = False
     config_file: str | None = None
+    file_was_read: bool = True
 
 
 def parse_train(
@@ -59,7 +60,8 @@ def parse_train(
     config = with_values(RunConfig(), given.values)
     names_of_doubt = [re.escape(flag) + r"(?![\w-])" for flag in given.doubtful]
     # A rule about a flag that could not be read would speak of its default, not of what the user meant.
-    rules = [text for text in rule_violations(config) if not any(re.search(name, text) for name in names_of_doubt)]
+    violations = rule_violations(config) if given.file_was_read else []
+    rules = [text for text in violations if not any(re.search(name, text) for name in names_of_doubt)]
     if given.errors or rules:
         raise ConfigError(*given.errors, *rules)
     resolved, names = resolve(config)
@@ -88,6 +90,7 @@ def _read(argv: Sequence[str], preset: Sequence[str], preset_name: str) -> _Give
     if given.config_file is not None:
         in_file, errors = read_config_file(given.config_file)
         given.errors.extend(errors)
+        given.file_was_read = bool(in_file) or not errors
         given.doubtful.update(re.findall(r"--[a-z0-9-]+", " ".join(_as_flags(error) for error in errors)))
     for item in [*_split(preset, preset_name, given), *in_file, *on_command_line]:
         _read_item(item, given)

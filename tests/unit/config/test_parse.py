@@ -117,6 +117,13 @@ def test_a_rule_about_a_flag_that_could_not_be_read_is_silent():
     assert len(errors_of([*ENOUGH[:-1], "--rm-tipe", "random"], parse=parse_train)) == 2  # --rm-type needs a value
 
 
+def test_a_file_that_cannot_be_read_is_the_only_mistake(tmp_path):
+    assert len(errors_of(["--config", str(tmp_path / "none.yaml")], parse=parse_train)) == 1
+    (tmp_path / "run.yaml").write_text("hf_checkpoint: a\nprompt_dat: b\nnum_rollout: 1\nrm_type: random\nlr: -1\n")
+    wrong_key, rule = errors_of(["--config", str(tmp_path / "run.yaml")], parse=parse_train)
+    assert "prompt_dat" in wrong_key and "--lr must be at least 0" in rule
+
+
 def test_file_gives_defaults_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
