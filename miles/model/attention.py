@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from miles.model.context import ForwardContext
 from miles.model.layers import Linear, RmsNorm
 from miles.model.spec import ModelSpec
-from miles.ops.attention import packed_attention
+from miles.ops.attention import packed_attention, uses_buckets
 from miles.ops.kv_store import store_kv
 from miles.ops.paged_attention import paged_attention
 from miles.ops.rope import apply_rope
@@ -47,9 +47,8 @@ class Attention(nn.Module):
     def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, context: ForwardContext) -> Tensor:
         cache = context.cache
         if cache is None:
-            return packed_attention(
-                q_TNH, k_TKH, v_TKH, context.cu_seqlens, context.max_seqlen, self.scale, context.buckets
-            )
+            buckets = context.buckets if uses_buckets(q_TNH) else None
+            return packed_attention(q_TNH, k_TKH, v_TKH, context.cu_seqlens, context.max_seqlen, self.scale, buckets)
         k_cache, v_cache = cache.k_caches[self.layer], cache.v_caches[self.layer]
         store_kv(k_TKH, v_TKH, k_cache, v_cache, cache.slots_T)
         return paged_attention(q_TNH, k_cache, v_cache, cache, self.scale)

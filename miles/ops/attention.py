@@ -71,6 +71,11 @@ def length_buckets(lengths: Sequence[int], *, device: torch.device) -> LengthBuc
     return LengthBuckets(tuple(shapes), torch.cat(packed_of_row).to(device), row_of_packed_T.to(device))
 
 
+def uses_buckets(q_TNH: Tensor) -> bool:
+    """Whether `packed_attention` pads: on a CPU, and in float32 on CUDA, where no variable-length kernel exists."""
+    return not q_TNH.is_cuda or q_TNH.dtype == torch.float32
+
+
 def packed_attention(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -83,9 +88,9 @@ def packed_attention(
     """Causal attention within each sequence, with grouped queries; T x N x H, differentiable.
 
     `cu_seqlens` (int32, sequences + 1) are the borders of the sequences in T. `buckets` saves working out the padded
-    layout again; it is only used where no variable-length kernel exists (CPU, float32 on CUDA).
+    layout again, where there is one (`uses_buckets`).
     """
-    if q_TNH.is_cuda and q_TNH.dtype != torch.float32:
+    if not uses_buckets(q_TNH):
         return _varlen_attention(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
     if buckets is None:
         buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device)
