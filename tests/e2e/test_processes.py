@@ -188,12 +188,12 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_a_free_run_folder(start,
 
 
 def test_a_paused_container_is_no_hang(start):
-    run = start("sleeps", heartbeat_timeout=1.0)
+    run = start("sleeps", heartbeat_timeout=2.0)
     worker = run.wait_until_it_runs()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in (run.process.pid, worker):
             os.kill(pid, number)
-        time.sleep(2.0)
+        time.sleep(3.0)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143
