@@ -28,7 +28,7 @@ class LengthBuckets:
     """Where each packed token goes when sequences of similar length are padded and stacked.
 
     `shapes` are (sequences, length) of the stacks; their rows follow each other in the padded layout. A padding row
-    repeats the first token of the batch: it comes after the real tokens of its sequence, so no real query sees it.
+    repeats the last token of its sequence: no real query sees it, and no other sequence can spoil it.
     Both index tensors are None when the packed layout is already one stack without padding.
     """
 
@@ -62,8 +62,9 @@ def length_buckets(lengths: Sequence[int], *, device: torch.device) -> LengthBuc
     for count, longest in shapes:
         members = order_B[first : first + count]
         column = torch.arange(longest)
-        real = column < length_B[members, None]
-        packed = torch.where(real, start_B[members, None] + column, 0)
+        last_B1 = length_B[members, None] - 1
+        packed = start_B[members, None] + torch.minimum(column, last_B1)
+        real = column <= last_B1
         row = first_row + torch.arange(count * longest).view(count, longest)
         row_of_packed_T[packed[real]] = row[real]
         packed_of_row.append(packed.flatten())
