@@ -6,46 +6,28 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.checkpoint import gguf
 from miles.checkpoint.gguf import convert_gguf
 from miles.errors import CheckpointError, StorageError
 from miles.model.load import load_model
 from tests.unit.checkpoint.reference_bpe import ReferenceBpe
-from tests.unit.checkpoint.tiny_gguf import MERGES, SPECIAL, TOKENS, write_gguf
+from tests.unit.checkpoint.tiny_gguf import MERGES, SPECIAL, TOKENS, tiny_llama, write_gguf
 
 TEXTS = ["ab abc  abc 12 123  a 1", " 1 12", "Ωab\n\n12ab½x", "it's 9'll  \t", "", "１２ 12"]
-
-
-def llama(*, tied):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(TOKENS),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            tie_word_embeddings=tied,
-        )
-    ).eval()
 
 
 @pytest.fixture
 def gguf_file(tmp_path):
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, llama(tied=True))
+    write_gguf(path, tiny_llama(tied=True))
     return path
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_config_come_back_as_they_were(tied, tmp_path):
-    original = llama(tied=tied)
+    original = tiny_llama(tied=tied)
     write_gguf(tmp_path / "tiny.gguf", original)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -62,7 +44,7 @@ def test_weights_and_config_come_back_as_they_were(tied, tmp_path):
 
 @pytest.mark.parametrize(("pre", "split_numbers"), [("smollm", True), ("gpt-2", False)])
 def test_the_pre_tokenizer_is_the_one_that_the_file_names(pre, split_numbers, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", llama(tied=True), pre=pre)
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(tied=True), pre=pre)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     reference = ReferenceBpe({token: id for id, token in enumerate(TOKENS)}, MERGES, split_numbers=split_numbers)
@@ -84,7 +66,7 @@ def test_special_tokens_and_chat_template_are_kept(gguf_file, tmp_path):
 
 
 def test_quantised_tensors_are_read(tmp_path):
-    original = llama(tied=True)
+    original = tiny_llama(tied=True)
     names = {
         "blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight",
         "token_embd.weight": "model.embed_tokens.weight",
@@ -101,7 +83,7 @@ def test_quantised_tensors_are_read(tmp_path):
 
 
 def test_unknown_names_are_refused_and_leave_nothing(tmp_path):
-    model = llama(tied=True)
+    model = tiny_llama(tied=True)
     cases = {
         "how the pre-tokenizer 'mystery' splits": {"pre": "mystery"},
         "GGUF architecture 'mamba'": {"architecture": "mamba"},

@@ -7,7 +7,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from transformers import PreTrainedModel
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.unit.checkpoint.reference_bpe import byte_letters
 
@@ -30,6 +31,25 @@ _HF_TO_GGUF = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+def tiny_llama(*, tied: bool) -> LlamaForCausalLM:
+    """A random float32 Llama of two layers, with the vocabulary of `TOKENS`."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(TOKENS),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            tie_word_embeddings=tied,
+        )
+    ).eval()
 
 
 def write_gguf(

