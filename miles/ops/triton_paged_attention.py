@@ -1,0 +1,209 @@
+"""Attention of new tokens over a paged KV cache on CUDA: decode, prompt chunks and any mix of both.
+
+The context of a sequence is cut into chunks of `CHUNK` tokens that start at multiples of `CHUNK`, whatever else is in
+the batch. A chunk is a softmax of its own, read in blocks of keys in order; the chunks of a row are merged in order.
+Which program computes a chunk changes nothing, so the split of the work over the device may follow the batch size
+(Flash-Decoding, Dao et al. 2023), and a row's result does not depend on its neighbours.
+
+Shape letters: T packed new tokens, B sequences, N query heads, K key/value heads, H head size, S cache slots, C chunks.
+Rows are the (query, head of the group) pairs of one key/value head: they read the same keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+CHUNK = 256  # part of the meaning of a result: another value gives other last bits
+BLOCK_KEYS = 64  # likewise
+
+# Enough programs to keep an H200 busy to the end of the grid; more only adds merging.
+TARGET_PROGRAMS = 8192
+
+
+@triton.jit
+def _merge(acc, row_max, row_sum, chunk_acc, chunk_max, chunk_sum):
+    """Running (acc, max, sum) with the next chunk; an explicit fused multiply-add: every caller rounds alike."""
+    new_max = tl.maximum(row_max, chunk_max)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    old = tl.exp2(row_max - safe_max)
+    new = tl.exp2(chunk_max - safe_max)
+    acc = tl.fma(chunk_acc, tl.broadcast_to(new[:, None], chunk_acc.shape), acc * old[:, None])
+    return acc, new_max, tl.fma(chunk_sum, new, row_sum * old)
+
+
+@triton.jit
+def _sequence_of_tile(starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence b with starts[b] // BLOCK_Q + b <= tile < starts[b + 1] // BLOCK_Q + b + 1, by bisection.
+
+    Every sequence owns enough tiles for its queries this way and the host needs no lengths to size the grid."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, chunk_acc_ptr, chunk_stats_ptr, tables_ptr, contexts_ptr, starts_ptr,
+    scale_log2, num_seqs, num_splits, num_heads, max_chunks,
+    q_stride_t, q_stride_n, k_stride_k, k_stride_s, v_stride_k, v_stride_s, table_stride,
+    GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of queries, K, splits). With SPLIT chunk results go to chunk_acc [T, N, C, H] and chunk_stats
+    [T, N, C, 2] (max in base 2, sum), to be merged by `_merge_kernel`; else merged here into out [T, N, H]."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if BLOCK_Q == 1:
+        seq = tile
+        first_query = 0
+    else:
+        seq = _sequence_of_tile(starts_ptr, tile, num_seqs, BLOCK_Q)
+        first_query = (tile - tl.load(starts_ptr + seq) // BLOCK_Q - seq) * BLOCK_Q
+    start = tl.load(starts_ptr + seq)
+    num_queries = tl.load(starts_ptr + seq + 1) - start
+    if first_query >= num_queries:
+        return
+    context = tl.load(contexts_ptr + seq)
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_h = tl.arange(0, H)
+    query = first_query + offs_m // GROUP
+    rows = (offs_m < BLOCK_Q * GROUP) & (query < num_queries)
+    token = (start + query).to(tl.int64)
+    head = kv_head * GROUP + offs_m % GROUP
+    last_visible = context - num_queries + query  # position of the row's own token
+    num_visible = tl.minimum(context - num_queries + first_query + BLOCK_Q, context)
+    q_ptrs = q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_n + offs_h[None, :]
+    q = tl.load(q_ptrs, mask=rows[:, None], other=0.0)
+
+    acc = tl.zeros([BLOCK_M, H], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for chunk in range(tl.program_id(2), tl.cdiv(num_visible, CHUNK), num_splits):
+        chunk_acc = tl.zeros([BLOCK_M, H], tl.float32)
+        chunk_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        chunk_sum = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_visible), BLOCK_N):
+            position = first + offs_n
+            present = position < num_visible
+            page = tl.load(tables_ptr + seq.to(tl.int64) * table_stride + position // PAGE, mask=present, other=0)
+            slot = page.to(tl.int64) * PAGE + position % PAGE
+            k_ptrs = k_ptr + kv_head.to(tl.int64) * k_stride_k + slot[None, :] * k_stride_s + offs_h[:, None]
+            v_ptrs = v_ptr + kv_head.to(tl.int64) * v_stride_k + slot[:, None] * v_stride_s + offs_h[None, :]
+            k = tl.load(k_ptrs, mask=present[None, :], other=0.0)  # [H, keys]
+            v = tl.load(v_ptrs, mask=present[:, None], other=0.0)  # [keys, H]
+            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            scores = tl.where(position[None, :] <= last_visible[:, None], scores, float("-inf"))
+            new_max = tl.maximum(chunk_max, tl.max(scores, 1))
+            # A row of a prompt chunk may see no key of this block.
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(scores - safe_max[:, None])
+            correction = tl.exp2(chunk_max - safe_max)
+            chunk_sum = chunk_sum * correction + tl.sum(weights, 1)
+            chunk_acc = tl.dot(weights.to(v.dtype), v, chunk_acc * correction[:, None], input_precision="ieee")
+            chunk_max = new_max
+        if SPLIT:
+            cell = (token * num_heads + head) * max_chunks + chunk
+            tl.store(chunk_acc_ptr + cell[:, None] * H + offs_h[None, :], chunk_acc, mask=rows[:, None])
+            tl.store(chunk_stats_ptr + cell * 2, chunk_max, mask=rows)
+            tl.store(chunk_stats_ptr + cell * 2 + 1, chunk_sum, mask=rows)
+        else:
+            acc, row_max, row_sum = _merge(acc, row_max, row_sum, chunk_acc, chunk_max, chunk_sum)
+    if not SPLIT:
+        out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+        out_ptrs = out_ptr + (token[:, None] * num_heads + head[:, None]) * H + offs_h[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None])
+
+
+@triton.jit
+def _merge_kernel(
+    chunk_acc_ptr, chunk_stats_ptr, out_ptr, contexts_ptr, num_heads, max_chunks,
+    H: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, blocks of HEADS heads); one query per sequence. out [T, N, H]; a row without context becomes 0."""
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads = head < num_heads
+    offs_h = tl.arange(0, H)
+    row = token.to(tl.int64) * num_heads + head
+    acc = tl.zeros([HEADS, H], tl.float32)
+    row_max = tl.full([HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
+    for chunk in range(0, tl.cdiv(tl.load(contexts_ptr + token), CHUNK)):
+        cell = row * max_chunks + chunk
+        chunk_acc = tl.load(chunk_acc_ptr + cell[:, None] * H + offs_h[None, :], mask=heads[:, None], other=0.0)
+        chunk_max = tl.load(chunk_stats_ptr + cell * 2, mask=heads, other=0.0)
+        chunk_sum = tl.load(chunk_stats_ptr + cell * 2 + 1, mask=heads, other=0.0)
+        acc, row_max, row_sum = _merge(acc, row_max, row_sum, chunk_acc, chunk_max, chunk_sum)
+    out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    tl.store(out_ptr + row[:, None] * H + offs_h[None, :], out.to(out_ptr.dtype.element_ty), mask=heads[:, None])
+
+
+def paged_flash_attention(
+    q_TNH: Tensor,
+    k_cache_KSH: Tensor,
+    v_cache_KSH: Tensor,
+    block_tables: Tensor,
+    context_lens_B: Tensor,
+    query_starts: Tensor,
+    *,
+    max_query_len: int,
+    page_size: int,
+    scale: float,
+    query_rows: int = 64,
+) -> Tensor:
+    """Causal attention [T, N, H] of new tokens whose own keys and values are already in the cache.
+
+    `block_tables` [B, blocks] int32: block n of the cache holds slots n * page_size and up; entries beyond the context
+    are not read. `context_lens_B` [B] int32 counts the new tokens too. `query_starts` [B + 1] int32: the borders of the
+    sequences in T. Caches may have any strides with a contiguous last dimension; head size 32, 64 or 128; `page_size` a
+    power of two. With `max_query_len` 1 every sequence has exactly one new token (T = B); one with a context of 0 is
+    padding and gets zeros. Otherwise sequences may have any number of new tokens, 0 included.
+
+    `query_rows` is the tile of the general case: 64 is fast; 16 uses the matrix instruction of decode, so a token gets
+    the same bits from a prompt chunk as from a decode step. The grid depends on shapes only and nothing waits for the
+    device, so a call can be captured in a CUDA graph.
+    """
+    num_tokens, num_heads, size = q_TNH.shape
+    num_kv_heads = k_cache_KSH.shape[0]
+    num_seqs, num_blocks = block_tables.shape
+    assert size in (32, 64, 128), f"head size {size} has no kernel"
+    assert q_TNH.stride(2) == k_cache_KSH.stride(2) == v_cache_KSH.stride(2) == block_tables.stride(1) == 1
+    group = num_heads // num_kv_heads
+    max_chunks = triton.cdiv(num_blocks * page_size, CHUNK)
+    decode = max_query_len == 1
+    block_rows = max(16, triton.next_power_of_2(group)) if decode else max(query_rows, triton.next_power_of_2(group))
+    block_queries = 1 if decode else block_rows // group
+    tiles = num_seqs if decode else num_tokens // block_queries + num_seqs
+    splits = min(max_chunks, triton.cdiv(TARGET_PROGRAMS, tiles * num_kv_heads)) if decode else 1
+
+    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    chunk_acc = chunk_stats = out_TNH  # not touched without a split
+    if splits > 1:
+        chunk_acc = torch.empty(num_tokens, num_heads, max_chunks, size, dtype=torch.float32, device=q_TNH.device)
+        chunk_stats = torch.empty(num_tokens, num_heads, max_chunks, 2, dtype=torch.float32, device=q_TNH.device)
+    _attend_kernel[tiles, num_kv_heads, splits](
+        q_TNH, k_cache_KSH, v_cache_KSH, out_TNH, chunk_acc, chunk_stats, block_tables, context_lens_B, query_starts,
+        scale * LOG2_E, num_seqs, splits, num_heads, max_chunks,
+        *q_TNH.stride()[:2], *k_cache_KSH.stride()[:2], *v_cache_KSH.stride()[:2], block_tables.stride(0),
+        GROUP=group, H=size, PAGE=page_size, CHUNK=CHUNK, BLOCK_Q=block_queries, BLOCK_M=block_rows,
+        BLOCK_N=BLOCK_KEYS, SPLIT=splits > 1, num_warps=4, num_stages=3 if q_TNH.element_size() == 2 else 1,
+    )  # fmt: skip
+    if splits > 1:
+        heads = min(4, triton.next_power_of_2(num_heads))
+        _merge_kernel[num_tokens, triton.cdiv(num_heads, heads)](
+            chunk_acc, chunk_stats, out_TNH, context_lens_B, num_heads, max_chunks,
+            H=size, HEADS=heads, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+    return out_TNH

@@ -1,0 +1,195 @@
+"""Triton kernels, compiled, at real shapes against plain formulas, forward and gradient.
+
+Tolerances are relative errors of the whole tensor. bf16 and fp16: inputs are exact, so the error is the rounding of the
+softmax weights before the second product and of the result, 2^-9 and 2^-12 each: 1e-2 and 2e-3 leave a factor of two.
+float32: sums in another order.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles.ops.activation import silu_mul
+from miles.ops.norm import rms_norm
+from miles.ops.rope import apply_rope, rope_at, rope_frequencies, rope_table
+from miles.ops.sampling import row_seeds, sample
+from tests.gpu.ops.references import (
+    PagedCase,
+    bounds_of,
+    log_probs_and_entropy,
+    packed_attention,
+    paged_case,
+    relative_error,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from miles.ops import triton_norm_rope, triton_paged_attention  # noqa: E402
+from miles.ops.triton_attention import packed_flash_attention  # noqa: E402
+from miles.ops.triton_logprob import chunk_grad_logits, chunk_log_probs  # noqa: E402
+from miles.ops.triton_paged_attention import paged_flash_attention  # noqa: E402
+from miles.ops.triton_sampling import sample_uncut  # noqa: E402
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+LENGTHS = [1, 900, 0, 129, 64, 1024, 33, 128]
+VOCAB = 151936
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 4, 32)])
+def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, size = heads
+    qkv = torch.randn(sum(LENGTHS), num_heads + 2 * num_kv_heads, size, device="cuda", dtype=dtype)
+    inputs = [x.requires_grad_() for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)]
+    grad = torch.randn(sum(LENGTHS), num_heads, size, device="cuda", dtype=dtype)
+    bounds = bounds_of(LENGTHS, "cuda")
+
+    def run() -> list[Tensor]:
+        out = packed_flash_attention(*inputs, bounds, max(LENGTHS), size**-0.5)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    results, again = run(), run()
+    out = packed_attention(*inputs, LENGTHS, size**-0.5)
+    for actual, repeated, wanted in zip(
+        results, again, [out, *torch.autograd.grad(out, inputs, grad.double())], strict=True
+    ):
+        assert relative_error(actual, wanted) < TOLERANCE[dtype]
+        assert torch.equal(actual, repeated)
+
+
+def attend_paged(case: PagedCase, *, max_query_len: int, query_rows: int = 64) -> Tensor:
+    return paged_flash_attention(
+        case.q_TNH,
+        case.k_cache,
+        case.v_cache,
+        case.tables,
+        torch.tensor(case.contexts, dtype=torch.int32, device="cuda"),
+        bounds_of(case.queries, "cuda"),
+        max_query_len=max_query_len,
+        page_size=case.page_size,
+        scale=0.1,
+        query_rows=query_rows,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "page_size"), [((16, 8, 128), 16), ((9, 3, 64), 32), ((4, 1, 32), 128)])
+def test_paged_attention(heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    contexts = [1, 1000, 256, 257, 3000, 64]
+    decode = paged_case(contexts, [1] * 6, heads, page_size=page_size, dtype=dtype, device="cuda")
+    assert relative_error(attend_paged(decode, max_query_len=1), decode.expected(0.1)) < TOLERANCE[dtype]
+    mixed = paged_case(contexts, [1, 700, 256, 1, 90, 0], heads, page_size=page_size, dtype=dtype, device="cuda")
+    for query_rows in (16, 64):
+        actual = attend_paged(mixed, max_query_len=700, query_rows=query_rows)
+        assert relative_error(actual, mixed.expected(0.1)) < TOLERANCE[dtype]
+
+
+def test_decode_bits_depend_on_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    contexts = [1000, 77, 2100, 512]
+    case = paged_case(contexts, [1] * 4, (16, 8, 128), page_size=16, dtype=torch.bfloat16, device="cuda")
+    split = attend_paged(case, max_query_len=1)
+    for index, context in enumerate(contexts):
+        row = slice(index, index + 1)
+        alone = PagedCase(case.q_TNH[row], case.k_cache, case.v_cache, case.tables[row], [context], [1], 16)
+        assert torch.equal(attend_paged(alone, max_query_len=1), split[row])
+    assert torch.equal(attend_paged(case, max_query_len=2, query_rows=16), split)  # as part of a prompt chunk
+    monkeypatch.setattr(triton_paged_attention, "TARGET_PROGRAMS", 1)
+    assert torch.equal(attend_paged(case, max_query_len=1), split)
+
+
+def test_decode_in_a_cuda_graph() -> None:
+    case = paged_case([500, 90], [1, 1], (16, 8, 128), page_size=16, dtype=torch.bfloat16, device="cuda")
+    contexts, bounds = torch.tensor([500, 90], dtype=torch.int32, device="cuda"), bounds_of([1, 1], "cuda")
+
+    def attend() -> Tensor:
+        options = {"max_query_len": 1, "page_size": 16, "scale": 0.1}
+        return paged_flash_attention(case.q_TNH, case.k_cache, case.v_cache, case.tables, contexts, bounds, **options)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    contexts.copy_(torch.tensor([333, 0]))
+    graph.replay()
+    assert torch.equal(captured, attend())
+    assert not captured[1].any()
+
+
+def test_small_steps() -> None:
+    torch.manual_seed(3)
+    num_tokens, num_heads, num_kv_heads, size, width = 300, 16, 8, 128, 1024
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x, residual = torch.randn(2, num_tokens, width, **options)
+    weight = torch.randn(width, **options)
+    normed, total = triton_norm_rope.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    # Rounded in the same places: only where the two sums of squares straddle a rounding border do results differ.
+    assert relative_error(normed, rms_norm(x + residual, weight, 1e-6)) < 1e-3
+
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size, **options)
+    q_weight, k_weight = torch.randn(2, size, **options)
+    table = rope_table(rope_frequencies(size, 1e6), 2000).cuda()
+    cos, sin = rope_at(table, torch.randint(2000, (num_tokens,), device="cuda"))
+    slots = torch.randperm(1000, device="cuda")[:num_tokens]
+    k_cache, v_cache = torch.zeros(2, num_kv_heads, 1000, size, **options)
+    q = triton_norm_rope.qk_norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, k_cache, v_cache)
+    parts = qkv.view(num_tokens, -1, size).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    assert relative_error(q, apply_rope(rms_norm(parts[0], q_weight, 1e-6), cos, sin)) < 1e-3
+    stored_k = k_cache[:, slots].transpose(0, 1)
+    assert relative_error(stored_k, apply_rope(rms_norm(parts[1], k_weight, 1e-6), cos, sin)) < 1e-3
+    assert torch.equal(v_cache[:, slots].transpose(0, 1), parts[2])
+
+    gate_up = torch.randn(num_tokens, 2 * 3072, **options, requires_grad=True)
+    grad = torch.randn(num_tokens, 3072, **options)
+    results = [(out, *torch.autograd.grad(out, gate_up, grad)) for out in map(silu_mul, [gate_up])]
+    out = triton_norm_rope.silu_mul(gate_up)
+    assert relative_error(out, results[0][0]) < 1e-3
+    # The reference rounds between the factors of the gradient, twice more than the kernel: 2^-9 each.
+    assert relative_error(torch.autograd.grad(out, gate_up, grad)[0], results[0][1]) < 5e-3
+
+
+def test_sampler_draws_what_the_reference_draws() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(64, VOCAB, device="cuda") * 3
+    seeds = row_seeds(torch.arange(64, device="cuda") * 7919, torch.arange(64, device="cuda"))
+    temperature = torch.linspace(0.5, 1.5, 64, device="cuda")
+    greedy = torch.arange(64, device="cuda") % 8 == 0
+    temperature[greedy] = 1.0
+    draw = sample_uncut(logits, seeds_R2=seeds, temperature_R=temperature, greedy_R=greedy)
+    expected = sample(logits.clone(), seeds_R2=seeds, temperature_R=temperature, greedy_R=greedy)
+    assert torch.equal(draw.tokens_R, expected.tokens_R)
+    torch.testing.assert_close(draw.log_probs_R, expected.log_probs_R, rtol=1e-5, atol=1e-5)
+    assert draw.finite_R.all()
+    logits[3, 5] = torch.nan
+    assert sample_uncut(logits, seeds_R2=seeds).finite_R.logical_not().nonzero().tolist() == [[3]]
+
+
+def test_log_probs_and_their_gradient() -> None:
+    torch.manual_seed(5)
+    logits = (torch.randn(40, VOCAB, device="cuda") * 3).requires_grad_()
+    targets = torch.randint(VOCAB, (40,), device="cuda")
+    grads = torch.randn(2, 40, device="cuda")
+    log_probs, entropy, log_sums = chunk_log_probs(logits.detach(), targets, 0.8)
+    expected = log_probs_and_entropy(logits, targets, 0.8)
+    assert relative_error(log_probs, expected[0]) < 1e-6
+    assert relative_error(entropy, expected[1]) < 1e-5
+    (wanted,) = torch.autograd.grad((torch.stack(expected) * grads).sum(), logits)
+    buffer = logits.detach().clone()
+    for out, tolerance in ((torch.empty_like(buffer, dtype=torch.bfloat16), 5e-3), (buffer, 1e-5)):
+        actual = chunk_grad_logits(buffer, targets, log_sums, entropy, grads[0], grads[1], 0.8, out)
+        assert relative_error(actual, wanted) < tolerance
+
+
+def test_sampler_and_trainer_agree_on_the_bits_of_a_log_prob() -> None:
+    logits = torch.randn(300, VOCAB, device="cuda") * 3
+    seeds = row_seeds(torch.arange(300, device="cuda"), torch.arange(300, device="cuda"))
+    for temperature in (1.0, 0.7):
+        temperature_R = torch.full((300,), temperature, device="cuda")
+        draw = sample_uncut(logits, seeds_R2=seeds, temperature_R=temperature_R)
+        assert torch.equal(chunk_log_probs(logits, draw.tokens_R, temperature)[0], draw.log_probs_R)
