@@ -102,6 +102,10 @@ def _is_own_frame(filename: str) -> bool:
     return filename == __file__ or filename.startswith("<frozen importlib") or filename == importlib.__file__
 
 
+class HookTimeoutError(Exception):
+    """A hook ran for longer than it may."""
+
+
 class HookThread:
     """A thread with its own event loop for functions of the user, plain or async.
 
@@ -115,7 +119,7 @@ class HookThread:
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     async def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-        """The result of the function. Raises what it raises, or `TimeoutError` when it runs for longer than
+        """The result of the function. Raises what it raises, or `HookTimeoutError` when it runs for longer than
         `timeout_s`; time spent waiting for other calls of this thread does not count."""
         caller = asyncio.get_running_loop()
         started = asyncio.Event()
@@ -126,9 +130,14 @@ class HookThread:
             return await result if inspect.isawaitable(result) else result
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(invoke(), self._loop))
-        await started.wait()
-        async with asyncio.timeout(timeout_s):
-            return await future
+        try:
+            await started.wait()
+            done, _ = await asyncio.wait([future], timeout=timeout_s)
+            if not done:
+                raise HookTimeoutError
+            return future.result()
+        finally:
+            future.cancel()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

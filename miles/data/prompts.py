@@ -95,7 +95,7 @@ def _read_prompt(
 ) -> Sample:
     """A sample without tokens. `DataError` says what is wrong with the row."""
     content = read_content(row, data.input_key, flag=flags.input_key)
-    tools = _read_tools(row, data.tool_key)
+    tools = read_tools(row, data.tool_key)
     if data.apply_chat_template:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         text = tokenizer.render(messages, tools=tools, **data.apply_chat_template_kwargs)
@@ -160,7 +160,7 @@ def _read_metadata(row: Row, key: str) -> dict[str, Any]:
     return metadata
 
 
-def _read_tools(row: Row, key: str | None) -> list[dict[str, Any]] | None:
+def read_tools(row: Row, key: str | None) -> list[dict[str, Any]] | None:
     """Tool specifications, as a list or as the JSON text of one (parquet files often hold text)."""
     if key is None:
         return None

@@ -16,7 +16,8 @@ Message = dict[str, Any]
 
 
 class Tokenizer:
-    """Wraps the fast tokenizer of a Hugging Face folder. `eos_token_ids` are the ids that end an answer."""
+    """Wraps the fast tokenizer of a Hugging Face folder. `eos_token_ids` are all ids that end an answer, `eos_token_id`
+    the one to write at the end of a text."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self.name_or_path = name_or_path
         self.eos_token_ids = eos_token_ids
+        self.eos_token_id: int | None = fast.eos_token_id
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.special_token_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special

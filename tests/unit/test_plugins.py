@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles.errors import PluginError
-from miles.plugins import HookThread, check_signature, describe_error, load_function, locate
+from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function, locate
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_hanging_hook_times_out_and_leaves_the_caller_free(kind: str) -> None:
                 ticks += 1
 
         ticking = asyncio.create_task(tick())
-        with pytest.raises(TimeoutError):
+        with pytest.raises(HookTimeoutError):
             await hooks.call(function, timeout_s=0.3)
         ticking.cancel()
         return ticks

@@ -1,0 +1,89 @@
+"""Evaluate the current weights: on the engine that trains, with draws of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles.config.sections import RunConfig
+from miles.evals.suites import EvalSuite, eval_sampling
+from miles.rollout.client import EngineClient
+from miles.rollout.generate_hub.single_turn import generate
+from miles.rollout.group import WrittenGroup, write_group
+from miles.rollout.metrics import has_repetition, mean, summary
+from miles.rollout.noise import EVAL_STREAM, noise_key
+from miles.rollout.producer import Progress, check_failures, run_all_or_none
+from miles.rollout.reward_value import reward_value
+from miles.rollout.rewards import RewardRunner
+from miles.types import GenerationResult, Sample, SampleStatus
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """`metrics` under their names; `samples` by set, with the ones that failed, for saving."""
+
+    metrics: dict[str, float]
+    samples: dict[str, list[Sample]]
+
+
+async def evaluate(
+    suites: Sequence[EvalSuite],
+    *,
+    config: RunConfig,
+    client: EngineClient,
+    rewards: RewardRunner,
+    max_context_len: int,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Answer and score every prompt of every set, all in one batch.
+
+    An answer is drawn with the same noise in every evaluation of a run, so that two of them differ by the weights
+    only, and never with the noise of a training answer. Raises `EngineError` and `RewardError` like a rollout.
+    """
+    samples = {suite.name: _unanswered(suite, config.eval.n_samples_per_eval_prompt) for suite in suites}
+    sampling = eval_sampling(config)
+
+    def start(name: str, group: list[Sample]) -> Coroutine[Any, Any, WrittenGroup]:
+        first = group[0].index
+
+        def write(sample: Sample) -> Coroutine[Any, Any, GenerationResult]:
+            stream = f"{EVAL_STREAM}/{name}"
+            key = noise_key(config.data.rollout_seed, 0, sample.group_index, sample.index - first, stream=stream)
+            return generate(client, sample, sampling, noise_key=key, max_context_len=max_context_len)
+
+        return write_group(group, generate=write, score=rewards.score_group)
+
+    groups = [start(name, group) for name, of_set in samples.items() for group in of_set]
+    written = await run_all_or_none(groups, client=client, progress=progress)
+    check_failures(written, what="evaluation")
+    rewards.end_batch([sample for group in written for sample in group.samples])
+    flat = {name: [sample for group in of_set for sample in group] for name, of_set in samples.items()}
+    metrics: dict[str, float] = {}
+    for name, of_set in flat.items():
+        metrics |= _metrics(f"eval/{name}", of_set, reward_key=config.reward.reward_key)
+    return EvalResult(metrics, flat)
+
+
+def _unanswered(suite: EvalSuite, num_answers: int) -> list[list[Sample]]:
+    groups = []
+    for group_index, prompt in enumerate(suite.data.prompts):
+        group = [copy.deepcopy(prompt) for _ in range(num_answers)]
+        for member, sample in enumerate(group):
+            sample.group_index = group_index
+            sample.index = group_index * num_answers + member
+        groups.append(group)
+    return groups
+
+
+def _metrics(name: str, samples: Sequence[Sample], *, reward_key: str | None) -> dict[str, float]:
+    rewards = [reward_value(sample, reward_key) for sample in samples if sample.reward is not None]
+    return {
+        name: sum(rewards) / len(samples),
+        f"{name}-none_reward_ratio": 1 - len(rewards) / len(samples),
+        f"{name}-truncated_ratio": mean(sample.status is SampleStatus.TRUNCATED for sample in samples),
+        **summary(f"{name}/response_len", [sample.response_length for sample in samples]),
+        f"{name}/repetition_frac": mean(has_repetition(sample.response) for sample in samples),
+        f"{name}/num_answers": float(len(samples)),
+    }

@@ -1,0 +1,1 @@
+"""Ways to write the answer to a prompt, one file each."""

@@ -1,0 +1,45 @@
+"""Write the answers of one prompt and score them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from miles.types import GenerationResult, Sample, SampleStatus
+
+Generate = Callable[[Sample], Awaitable[GenerationResult]]
+ScoreGroup = Callable[[list[Sample]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenGroup:
+    """`samples` have an answer and a reward. `failed` and `aborted` have none and are not part of the group: the others
+    are compared among themselves."""
+
+    samples: list[Sample]
+    failed: list[Sample]
+    aborted: list[Sample]
+    reasons: list[str]  # of the failures
+
+
+async def write_group(samples: list[Sample], *, generate: Generate, score: ScoreGroup) -> WrittenGroup:
+    """Write all answers of the group at the same time, then score the ones that came to an end.
+
+    The group is scored as soon as its last answer is there, while other groups are still being written.
+    """
+    results = await asyncio.gather(*(generate(sample) for sample in samples))
+    reasons = [
+        f"sample {sample.index}: {result.error or 'no reason given'}"
+        for sample, result in zip(samples, results, strict=True)
+        if sample.status is SampleStatus.FAILED
+    ]
+    written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
+    if written:
+        await score(written)
+    return WrittenGroup(
+        samples=written,
+        failed=[s for s in samples if s.status is SampleStatus.FAILED],
+        aborted=[s for s in samples if s.status is SampleStatus.ABORTED],
+        reasons=reasons,
+    )

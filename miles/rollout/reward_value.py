@@ -1,0 +1,33 @@
+"""What a reward may be, and the number in it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, SupportsFloat
+
+from miles.types import Sample
+
+
+def problem_of(value: Any) -> str | None:
+    """What is wrong with one number from a reward; None when it is a finite number."""
+    if value is None:
+        return "None"
+    if not isinstance(value, SupportsFloat):
+        return f"the {type(value).__name__} {value!r:.60}"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, for example
+        return f"the {type(value).__name__} {value!r:.60}"
+    return None if math.isfinite(number) else str(number)
+
+
+def plain_number(value: Any) -> float:
+    """A checked value as int (for int and bool) or float, so that numpy and torch scalars do not travel on."""
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def reward_value(sample: Sample, reward_key: str | None) -> float:
+    """The number of a scored sample: the reward itself, or its field `reward_key` when it is a dict."""
+    reward = sample.reward[reward_key] if isinstance(sample.reward, dict) and reward_key else sample.reward
+    assert isinstance(reward, (int, float)), f"sample {sample.index} has not been scored"
+    return reward

@@ -1,0 +1,193 @@
+"""Worker processes with a deadline for each task: what hangs, dies or raises is replaced and counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from miles.errors import RewardError
+from miles.rollout.rm_hub.fork_server import DONE, READY
+
+TIMEOUT = "timeout"
+DIED = "died"
+RAISED = "raised"
+MAX_START_S = 120.0  # imports on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`value` of a task, or how it failed: `TIMEOUT`, `DIED` or `RAISED`, with a text."""
+
+    value: Any = None
+    failure: str | None = None
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class _Worker:
+    pipe: Connection
+    pid: int
+    ready: bool = False
+    future: Future[Outcome] | None = None
+    deadline: float = 0.0
+
+
+class WorkerPool:
+    """Runs `MODULE.run(task)` in worker processes. A thread of this process hands out tasks and watches deadlines.
+
+    Tasks can be submitted from any thread. A deadline counts from the moment a ready worker gets the task.
+    """
+
+    def __init__(self, module: str, *, num_workers: int, timeout_s: float) -> None:
+        self._module = module
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._tasks: deque[tuple[Any, Future[Outcome]]] = deque()
+        self._workers: list[_Worker] = []
+        self._wake_read, self._wake_write = Pipe(duplex=False)
+        self._lock = threading.Lock()  # of the tasks, the wake pipe and the reason
+        self._closing = False
+        self._ended: str | None = None  # why no task can run any more
+        self._thread: threading.Thread | None = None
+        self.failures: Counter[str] = Counter()  # by kind, since the start
+
+    def start(self) -> None:
+        """Start the processes; they import while the caller goes on."""
+        ours, theirs = socket.socketpair()
+        self._control = ours
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "miles.rollout.rm_hub.fork_server", str(theirs.fileno()), self._module],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self._thread = threading.Thread(target=self._run, name="grading-pool", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Any) -> Future[Outcome]:
+        """Queue a task. The future raises `RewardError` when the workers cannot be started."""
+        assert self._thread is not None, "start() comes first"
+        future: Future[Outcome] = Future()
+        with self._lock:
+            if self._ended is not None:
+                future.set_exception(RewardError(self._ended))
+            else:
+                self._tasks.append((task, future))
+                self._wake_write.send_bytes(b"!")
+        return future
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End all processes. Tasks that still wait fail with `RewardError`."""
+        if self._thread is None:
+            return
+        self._closing = True
+        with self._lock:
+            self._wake_write.send_bytes(b"!")
+        self._thread.join()
+        self._control.close()  # the server kills its workers and ends
+        self._server.wait()
+        self._thread = None
+
+    def _run(self) -> None:
+        reason = "the grading processes were closed"
+        try:
+            self._await_server()
+            while not self._closing:
+                while len(self._workers) < self._num_workers:
+                    self._workers.append(self._spawn())
+                self._hand_out()
+                self._wait()
+        except (OSError, EOFError) as error:
+            reason = f"the grading processes have ended ({str(error) or type(error).__name__}); their output is above"
+        self._fail_rest(reason)
+
+    def _await_server(self) -> None:
+        self._control.settimeout(MAX_START_S)
+        if not self._control.recv(1):
+            raise EOFError("they could not start")
+
+    def _spawn(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        reply = self._control.recv(8, socket.MSG_WAITALL)
+        if len(reply) < 8:
+            raise EOFError
+        return _Worker(Connection(ours.detach()), int.from_bytes(reply, "little"))
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if worker.ready and worker.future is None and self._tasks:
+                task, future = self._tasks.popleft()
+                if future.set_running_or_notify_cancel():
+                    worker.future = future
+                    worker.deadline = time.monotonic() + self._timeout_s
+                    worker.pipe.send(task)
+
+    def _wait(self) -> None:
+        deadlines = [worker.deadline for worker in self._workers if worker.future is not None]
+        left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        readable = wait([self._wake_read, *(worker.pipe for worker in self._workers)], timeout=left)
+        if self._wake_read in readable:
+            self._wake_read.recv_bytes()
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if worker.pipe in readable:
+                self._receive(worker)
+            elif worker.future is not None and now >= worker.deadline:
+                self._replace(worker, TIMEOUT, f"no answer within {self._timeout_s} s")
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._replace(worker, DIED, "the process ended")
+            return
+        if kind == READY:
+            worker.ready = True
+            return
+        assert worker.future is not None, "a worker replies to a task only"
+        if kind != DONE:
+            self.failures[RAISED] += 1
+        future, worker.future = worker.future, None
+        future.set_result(Outcome(value) if kind == DONE else Outcome(None, RAISED, value))
+
+    def _replace(self, worker: _Worker, failure: str, detail: str) -> None:
+        """The process is dropped; the loop starts another in its place."""
+        if failure == TIMEOUT:
+            os.kill(worker.pid, signal.SIGKILL)
+        elif not worker.ready:
+            raise EOFError("a new process ended before it was ready")
+        worker.pipe.close()
+        self._workers.remove(worker)
+        self.failures[failure] += 1
+        if worker.future is not None:
+            worker.future.set_result(Outcome(None, failure, detail))
+
+    def _fail_rest(self, reason: str) -> None:
+        with self._lock:
+            self._ended = reason
+        waiting = [worker.future for worker in self._workers if worker.future is not None]
+        waiting += [future for _, future in self._tasks]
+        for worker in self._workers:
+            worker.pipe.close()
+        self._workers = []
+        for future in waiting:
+            if not future.done():
+                future.set_exception(RewardError(reason))
