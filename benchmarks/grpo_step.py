@@ -1,0 +1,140 @@
+"""Seconds of a whole GRPO step of the recipe, split into its phases, on one GPU.
+
+    python benchmarks/grpo_step.py [--shape 0.6b] [--repetitions 3] [--device cuda] [--write FOLDER]
+
+One step: write 256 answers with log-probs, score them (exact match of the last token: the reward is not what is
+measured), one optimizer step with forward, backward, clip and AdamW, give the engine the new weights. The first
+repetition warms up and is reported apart; the others give medians. The limit is the bytes decoding must read (weights once
+per engine step, the KV cache once per token, prompts once per answer) at the measured copy rate, plus 6 N tokens at the
+measured matrix rate. The peer's figure was measured on the same kind of GPU by its own script, not in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.machine import copy_rate, matrix_rate, record, synchronize
+from benchmarks.recipe import LENGTHS, random_model, requests, to_train_samples
+from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, OptimConfig, RunConfig
+from miles.engine.local import LocalEngine
+from miles.model.flops import forward_flops, training_flops
+from miles.trainer.trainer import LocalTrainer
+from miles.types import GenerationRequest, GenerationResult
+
+PEERS = {"TRL 1.16.0 with vLLM 0.26.0 colocated": {"seconds": 25.7, "measured": "2026-11-29, one H200, own script"}}
+PHASES = ("generate", "score", "log_probs", "update", "weight_update", "other")
+
+
+async def generate(engine: LocalEngine, sent: list[GenerationRequest]) -> dict[int, GenerationResult]:
+    engine.submit(sent)
+    results: dict[int, GenerationResult] = {}
+    while len(results) < len(sent):
+        for result in await engine.results():
+            assert result.error is None, result.error
+            results[result.request_id] = result
+    return results
+
+
+def one_step(engine: LocalEngine, trainer: LocalTrainer, repetition: int, share: float) -> dict[str, float]:
+    device = str(trainer.device)
+    synchronize(device)
+    start = time.perf_counter()
+    sent = requests(repetition, share=share)
+    results = asyncio.run(generate(engine, sent))
+    synchronize(device)
+    written = time.perf_counter()
+    samples = to_train_samples(sent, results)
+    scored = time.perf_counter()
+    outcome = trainer.train(samples, rollout_id=repetition, weight_version=engine.version)
+    synchronize(device)
+    trained = time.perf_counter()
+    engine.set_version(engine.version + 1)
+    end = time.perf_counter()
+    seconds = {
+        "generate": written - start,
+        "score": scored - written,
+        "log_probs": outcome.seconds["log_probs"],
+        "update": outcome.seconds["actor_train"],
+        "weight_update": end - trained,
+    }
+    whole = {"seconds": end - start, "other": end - start - sum(seconds.values())}
+    gap = outcome.steps[0]["train/train_rollout_logprob_abs_diff"]
+    return {**seconds, **whole, "gap": gap}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--share", type=float, default=1.0, help="shorten every answer, to try the script out")
+    parser.add_argument("--max-tokens", type=int, help="--max-tokens-per-gpu")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    started = time.perf_counter()
+    model = random_model(arguments.shape, dtype=dtype, device=arguments.device)
+    config = RunConfig(
+        algorithm=AlgorithmConfig(eps_clip_high=0.28),
+        optim=OptimConfig(lr=1e-6, weight_decay=0.1, adam_beta2=0.98),
+        batch=BatchConfig(global_batch_size=256, max_tokens_per_gpu=arguments.max_tokens),
+    )
+    trainer = LocalTrainer(model, None, config, total_steps=arguments.repetitions + 1)
+    engine = LocalEngine(model, None, EngineConfig(engine_max_total_tokens=400_000), device=arguments.device)
+    start_up_s = time.perf_counter() - started
+    steps = [one_step(engine, trainer, repetition, arguments.share) for repetition in range(arguments.repetitions + 1)]
+    for number, step in enumerate(steps):
+        print(f"step {number}: " + "  ".join(f"{name} {value:.4g}" for name, value in step.items()), flush=True)
+    medians = {name: median(step[name] for step in steps[1:]) for name in steps[0]}
+    limits = limit(model.spec, arguments.device, dtype, arguments.share)
+    peak_gb = torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None
+    result = {
+        "name": f"grpo_step_{arguments.shape}",
+        "seconds": medians["seconds"],
+        "phases": {name: medians[name] for name in PHASES},
+        "first_step_seconds": steps[0]["seconds"],
+        "start_up_seconds": start_up_s,
+        "limit_seconds": limits["limit_seconds"],
+        "share_of_limit": limits["limit_seconds"] / medians["seconds"],
+        "limits": limits,
+        "gap": medians["gap"],
+        "peers": PEERS if arguments.shape == "0.6b" and arguments.share == 1.0 else {},
+        "peak_gb": peak_gb,
+    }
+    engine.close()
+    record(result, write=arguments.write)
+
+
+def limit(spec: Any, device: str, dtype: torch.dtype, share: float) -> dict[str, float]:
+    """Seconds that the hardware needs at least: what decoding reads, and what training multiplies."""
+    prompts = [length for length in LENGTHS["prompt_lengths"] for _ in range(8)]
+    answers = [max(1, round(length * share)) for length in LENGTHS["answer_lengths"]]
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    kv_tokens = sum(answer * prompt + answer * (answer + 1) // 2 for prompt, answer in zip(prompts, answers, strict=True))
+    weight_bytes = spec.num_parameters * dtype.itemsize
+    bytes_read = weight_bytes * max(answers) + kv_bytes * kv_tokens
+    lengths = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    rates = {"copy_gb_per_s": copy_rate(device) / 1e9, "matrix_tflops": matrix_rate(device, dtype) / 1e12}
+    decode_s = bytes_read / (rates["copy_gb_per_s"] * 1e9)
+    train_s = 6 * spec.num_parameters * sum(lengths) / (rates["matrix_tflops"] * 1e12)
+    executed = training_flops(spec, lengths, num_head_tokens=sum(answers))
+    return {
+        **rates,
+        "decode_seconds": decode_s,
+        "train_seconds": train_s,
+        "limit_seconds": decode_s + train_s,
+        "training_flops": float(executed),
+        "forward_flops": float(forward_flops(spec, lengths, num_head_tokens=sum(answers))),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The only wiring file: from settings to the objects of a run, in the order in which mistakes are cheapest to find.
+
+Rewards and hooks first (they need no model, and their processes must start before any thread of torch), then data,
+then the weights, then the trainer and the engine on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from miles.checkpoint.load import load_checkpoint
+from miles.config.sections import RunConfig
+from miles.data.prompts import load_prompts
+from miles.data.source import PromptSource
+from miles.engine.local import LocalEngine
+from miles.evals.run import Evaluator
+from miles.evals.suites import load_suites
+from miles.loop.placement import Placement, memory_used_and_free_gb, place
+from miles.loop.run_folder import RunFolder
+from miles.loop.schedule import plan_schedule
+from miles.loop.stages import Run, restore
+from miles.loop.worker import WorkerContext
+from miles.model.decoder import Decoder
+from miles.model.load import load_model, resolve_model
+from miles.model.spec import ModelSpec, load_spec
+from miles.observe.log import get_logger
+from miles.observe.metrics import MetricsWriter
+from miles.observe.timers import Timers
+from miles.rollout.client import EngineClient
+from miles.rollout.producer import Producer
+from miles.rollout.rewards import RewardRunner
+from miles.rollout.sft import SftProducer, load_sft_rows
+from miles.text.tokenizer import Tokenizer, load_tokenizer
+from miles.trainer.trainer import LocalTrainer
+
+logger = get_logger(__name__)
+
+
+@contextmanager
+def build(config: RunConfig, folder: RunFolder, context: WorkerContext) -> Iterator[Run]:
+    """Make the objects of a run and restore it; on leaving, end every thread and process they started."""
+    with ExitStack() as stack:
+        context.heartbeat.set_phase("start", detail="rewards")
+        rewards = None
+        if config.reward.rm_type is not None or config.reward.custom_rm_path is not None:
+            rewards = RewardRunner(config)
+            stack.callback(rewards.close)
+            rewards.start()
+        run = _assemble(config, folder, context, rewards, stack)
+        context.on_stop(run.interrupt_if_stopping)
+        yield run
+
+
+def _assemble(
+    config: RunConfig, folder: RunFolder, context: WorkerContext, rewards: RewardRunner | None, stack: ExitStack
+) -> Run:
+    heartbeat = context.heartbeat
+    heartbeat.set_phase("load", detail="data")
+    assert config.model.hf_checkpoint is not None, "rules.py demands --hf-checkpoint"
+    model_folder = resolve_model(config.model.hf_checkpoint)
+    spec = load_spec(model_folder)
+    tokenizer = load_tokenizer(model_folder, chat_template_path=config.model.chat_template_path)
+    tokenizer.check_vocabulary(spec.vocab_size, model=config.model.hf_checkpoint)
+    max_context_len = context_len(config, spec)
+    source = _load_source(config, tokenizer, rewards, max_context_len=max_context_len)
+    check_label = rewards.check_label if rewards is not None else None
+    suites = load_suites(config, tokenizer, max_context_len=max_context_len, check_label=check_label)
+    schedule = plan_schedule(config, num_prompts=len(source))
+    heartbeat.set_phase("load", detail="checkpoint")
+    loaded = load_checkpoint(folder.load)
+    heartbeat.set_phase("load", detail="weights")
+    placement = place(config.model, spec)
+    logger.info(placement.describe())
+    model = _load_weights(model_folder, spec, placement)
+    reference = _load_reference(config, model_folder, placement)
+    trainer = LocalTrainer(model, reference, config, total_steps=schedule.num_steps)
+    metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
+    stack.callback(metrics.close)
+    is_sft = config.algorithm.loss_type == "sft_loss"
+    engine = None if is_sft and not suites else _start_engine(config, model, tokenizer, placement, stack)
+    client = EngineClient(engine) if engine is not None else None
+
+    def progress(done: int, total: int) -> None:
+        heartbeat.progress(f"{done} of {total} groups")
+
+    writing = {"client": client, "rewards": rewards, "max_context_len": max_context_len, "progress": progress}
+    run = Run(
+        config=config,
+        folder=folder,
+        context=context,
+        model_folder=model_folder,
+        placement=placement,
+        schedule=schedule,
+        source=source,
+        rewards=rewards,
+        producer=SftProducer(config, source=source) if is_sft else Producer(config, source=source, **writing),
+        engine=engine,
+        evaluator=Evaluator(config, suites, **writing) if suites else None,
+        trainer=trainer,
+        metrics=metrics,
+        timers=Timers(on_phase=heartbeat.set_phase),
+        runner=stack.enter_context(asyncio.Runner()),
+    )
+    restore(run, loaded)
+    return run
+
+
+def _start_engine(
+    config: RunConfig, model: Decoder, tokenizer: Tokenizer, placement: Placement, stack: ExitStack
+) -> LocalEngine:
+    engine = LocalEngine(model, tokenizer, config.engine, device=placement.device)
+    stack.callback(engine.close)
+    return engine
+
+
+def context_len(config: RunConfig, spec: ModelSpec) -> int:
+    """Tokens of prompt and answer together: what was asked for, and never more than the model's positions."""
+    wanted = config.rollout.rollout_max_context_len or spec.max_position_embeddings
+    return min(wanted, spec.max_position_embeddings)
+
+
+def _load_source(
+    config: RunConfig, tokenizer: Tokenizer, rewards: RewardRunner | None, *, max_context_len: int
+) -> PromptSource:
+    is_sft = config.algorithm.loss_type == "sft_loss"
+    if is_sft:
+        rows = load_sft_rows(config.data, tokenizer, max_context_len=max_context_len)
+    else:
+        rows = load_prompts(
+            config.data,
+            tokenizer,
+            max_context_len=max_context_len,
+            max_prompt_len=config.rollout.rollout_max_prompt_len,
+            check_label=rewards.check_label if rewards else None,
+        )
+    if rewards is not None:
+        rewards.probe(rows.prompts[0])
+    return PromptSource(
+        rows.prompts,
+        n_samples_per_prompt=1 if is_sft else config.rollout.n_samples_per_prompt,
+        seed=config.data.rollout_seed,
+        shuffle=config.data.rollout_shuffle,
+    )
+
+
+def _load_weights(folder: Path, spec: ModelSpec, placement: Placement) -> Decoder:
+    start = time.perf_counter()
+    used_before, _ = memory_used_and_free_gb(placement.device)
+    model = load_model(folder, dtype=placement.dtype, device=placement.device)
+    used, free = memory_used_and_free_gb(placement.device)
+    logger.info(
+        f"Load weight end. elapsed={time.perf_counter() - start:.2f} s, type={spec.architecture}, "
+        f"avail mem={free:.2f} GB, mem usage={used - used_before:.2f} GB."
+    )
+    return model
+
+
+def _load_reference(config: RunConfig, start: Path, placement: Placement) -> Decoder | None:
+    """The model of the KL term: frozen, the start weights unless `--ref-load` names others."""
+    if not config.algorithm.use_kl_loss:
+        return None
+    folder = resolve_model(config.model.ref_load) if config.model.ref_load else start
+    return _load_weights(folder, load_spec(folder), placement).requires_grad_(False)

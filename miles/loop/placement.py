@@ -1,0 +1,70 @@
+"""Where a run computes: device, dtype of the weights, CPU threads. Decided once, said in the log."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from miles.config.sections import ModelConfig
+from miles.errors import ConfigError
+from miles.model.spec import ModelSpec
+
+# Below this size a second thread costs more than it gives: the products are too small to share.
+SMALL_MODEL_PARAMETERS = 8_000_000
+
+
+@dataclass(frozen=True)
+class Placement:
+    device: torch.device
+    dtype: torch.dtype
+    num_threads: int
+
+    def describe(self) -> str:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"computing on {name} in {dtype} with {self.num_threads} CPU thread{'s' if self.num_threads > 1 else ''}"
+
+
+def place(config: ModelConfig, spec: ModelSpec) -> Placement:
+    """Choose device, dtype and threads for this model and set the threads of this process.
+
+    Raises:
+        ConfigError: the device asked for is not there.
+    """
+    device = _device(config.device)
+    num_threads = config.num_threads or _num_threads(spec, device)
+    torch.set_num_threads(num_threads)
+    return Placement(device, _dtype(config.dtype, device), num_threads)
+
+
+def _device(wanted: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda: PyTorch sees no GPU. Check `nvidia-smi` and that the installed torch is a CUDA build "
+            f"(this one is {torch.__version__}), or use --device cpu."
+        )
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu")
+
+
+def _dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def _num_threads(spec: ModelSpec, device: torch.device) -> int:
+    if device.type == "cpu" and spec.num_parameters < SMALL_MODEL_PARAMETERS:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_used_and_free_gb(device: torch.device) -> tuple[float, float]:
+    """Memory used by this process and free on the device, in GiB; of the machine on a CPU."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return torch.cuda.memory_allocated(device) / 2**30, free / 2**30
+    return psutil.Process().memory_info().rss / 2**30, psutil.virtual_memory().available / 2**30

@@ -1,0 +1,38 @@
+"""The loop. Read this first: what one step is, and what is due after it.
+
+A rollout engine writes answers, a reward scores them, a trainer updates the weights, the engine gets them back, again.
+`stages.py` holds the stages, `build.py` makes the objects they work on, `schedule.py` says what is due.
+"""
+
+from __future__ import annotations
+
+from miles.config.sections import RunConfig
+from miles.loop import stages
+from miles.loop.build import build
+from miles.loop.run_folder import RunFolder
+from miles.loop.worker import WorkerContext
+
+
+def train(config: RunConfig, folder: RunFolder, context: WorkerContext) -> None:
+    """Run from the last checkpoint, or from the start, to the last rollout or until a stop is requested."""
+    with build(config, folder, context) as run:
+        try:
+            stages.evaluate_if_due(run)
+            while run.num_done < run.schedule.num_rollout:
+                step(run)
+        except stages.Stopped:
+            stages.save(run)
+        else:
+            stages.finish(run)
+
+
+def step(run: stages.Run) -> None:
+    """One rollout, the optimizer steps on it, and what is due after them."""
+    groups = stages.generate(run)
+    result = stages.train(run, groups)
+    stages.publish(run)
+    stages.report(run, groups, result)
+    stages.finish_step(run)
+    stages.evaluate_if_due(run)
+    stages.save_if_due(run)
+    stages.stop_if_requested(run)

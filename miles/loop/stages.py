@@ -1,0 +1,215 @@
+"""The stages of the loop, each a few lines over the objects of `build.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles.checkpoint.hf import export_hf
+from miles.checkpoint.load import LoadedCheckpoint
+from miles.checkpoint.save import save_checkpoint
+from miles.config.sections import RunConfig
+from miles.data.source import PromptSource
+from miles.engine.local import LocalEngine
+from miles.evals.run import Evaluator
+from miles.loop.numbers import rollout_perf, step_means, trainer_perf
+from miles.loop.placement import Placement
+from miles.loop.run_folder import RunFolder
+from miles.loop.schedule import Schedule
+from miles.loop.worker import WorkerContext
+from miles.observe.log import get_logger, log_record
+from miles.observe.metrics import MetricsWriter
+from miles.observe.samples import write_samples
+from miles.observe.timers import Timers
+from miles.rollout.metrics import rollout_metrics
+from miles.rollout.producer import Producer
+from miles.rollout.rewards import RewardRunner
+from miles.rollout.sft import SftProducer
+from miles.rollout.to_train import to_train_samples
+from miles.trainer.trainer import LocalTrainer
+from miles.types import Sample, TrainResult
+
+logger = get_logger(__name__)
+
+
+class Stopped(Exception):
+    """A stop was requested; whatever was being written is dropped."""
+
+
+@dataclass
+class Run:
+    """Everything a run consists of, and how far it has come. Made by `build.py`."""
+
+    config: RunConfig
+    folder: RunFolder
+    context: WorkerContext
+    model_folder: Path
+    placement: Placement
+    schedule: Schedule
+    source: PromptSource
+    rewards: RewardRunner | None  # None for supervised training without evaluation
+    producer: Producer | SftProducer
+    engine: LocalEngine | None  # None when nothing is generated
+    evaluator: Evaluator | None
+    trainer: LocalTrainer
+    timers: Timers
+    runner: asyncio.Runner
+    metrics: MetricsWriter
+    num_done: int = 0  # finished rollouts
+    version: int = 0  # of the weights
+    evaluated_at: int | None = None  # num_done of the last evaluation
+    saved_at: int | None = None  # num_done of the last checkpoint
+    source_state: dict[str, Any] = field(default_factory=dict)  # data position after the last finished rollout
+    waiting: asyncio.Task[Any] | None = None
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end. Raises `Stopped` when a stop is requested before or meanwhile."""
+
+        async def watched() -> Any:
+            self.waiting = asyncio.ensure_future(coroutine)
+            self.interrupt_if_stopping()
+            try:
+                return await self.waiting
+            finally:
+                self.waiting = None
+
+        try:
+            return self.runner.run(watched())
+        except asyncio.CancelledError:
+            raise Stopped from None
+
+    def interrupt_if_stopping(self) -> None:
+        """Cancel what is waited for when a stop is requested. Safe in a signal handler."""
+        if self.waiting is not None and self.context.stop_requested():
+            self.runner.get_loop().call_soon_threadsafe(self.waiting.cancel)
+
+
+def restore(run: Run, loaded: LoadedCheckpoint | None) -> None:
+    """Go on from a checkpoint when there is one."""
+    if loaded is None:
+        logger.info(f"no checkpoint in {run.folder.load}: starting fresh")
+    else:
+        state = loaded.state
+        run.trainer.load(loaded.tensors, state["trainer"])
+        run.source.load_state_dict(state["source"])
+        run.num_done, run.version, run.evaluated_at = state["num_done"], state["version"], state["evaluated_at"]
+        run.saved_at = run.num_done
+        logger.info(f"Loaded model from {loaded.path}")
+        logger.info(f"Loaded optimizer from {loaded.path}: the next step is {run.num_done}")
+        if run.engine is not None:
+            run.engine.set_version(run.version)
+    run.source_state = run.source.state_dict()
+    run.metrics.event("start" if loaded is None else "resume", step=run.num_done)
+
+
+def evaluate_if_due(run: Run) -> None:
+    """Evaluate on the engine of the run, unless this count of rollouts has been evaluated already."""
+    if run.evaluator is None or not run.schedule.eval_due(run.num_done) or run.evaluated_at == run.num_done:
+        return
+    if run.num_done == 0 and run.config.eval.skip_eval_before_train:
+        return
+    with run.timers.span("eval"):
+        outcome = run.wait(run.evaluator.evaluate())
+    log_record("eval", run.num_done, outcome.metrics, logger=logger)
+    run.metrics.write(run.num_done, outcome.metrics, kind="eval")
+    samples = run.folder.path / "samples" / f"eval_{run.num_done}.parquet"
+    write_samples(samples, outcome.samples, reward_key=run.config.reward.reward_key)
+    run.evaluated_at = run.num_done
+
+
+def generate(run: Run) -> list[list[Sample]]:
+    """Write and score the answers of a rollout."""
+    run.context.heartbeat.set_step(run.num_done, num_steps=run.schedule.num_rollout)
+    with run.timers.span("rollout"):
+        groups: list[list[Sample]] = run.wait(run.producer.collect(run.num_done))
+    return groups
+
+
+def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
+    """Make the optimizer steps of a rollout."""
+    samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
+    with run.timers.span("train"):
+        return run.trainer.train(samples, rollout_id=run.num_done, weight_version=run.version)
+
+
+def publish(run: Run) -> None:
+    """Let the engine know that the weights it reads have changed."""
+    with run.timers.span("update_weights"):
+        run.version += 1
+        if run.engine is not None:
+            run.engine.set_version(run.version)
+
+
+def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
+    """Log the records of a finished rollout, write its numbers and its samples."""
+    step, reward_key = run.num_done, run.config.reward.reward_key
+    seconds = run.timers.take() | result.seconds
+    written = {
+        **rollout_metrics(groups, reward_key=reward_key),
+        **run.producer.counts,
+        **(run.rewards.take_counts() if run.rewards is not None else {}),
+        **rollout_perf(groups, seconds=seconds["rollout"]),
+    }
+    trained = trainer_perf(groups, seconds=seconds, spec=run.trainer.model.spec)
+    log_record("perf", step, written, logger=logger)
+    log_record("rollout", step, result.rollout, logger=logger)
+    for record in result.steps:
+        log_record("step", int(record["train/step"]), record, logger=logger)
+    log_record("perf", step, trained, logger=logger)
+    metrics = {**written, **result.rollout, **step_means(result.steps), **trained}
+    run.metrics.write(step, metrics)
+    run.context.heartbeat.report_step(step, metrics, num_steps=run.schedule.num_rollout)
+    samples = {"train": [sample for group in groups for sample in group]}
+    write_samples(run.folder.path / "samples" / f"rollout_{step}.parquet", samples, reward_key=reward_key)
+
+
+def finish_step(run: Run) -> None:
+    """Count the rollout as done: from here on a checkpoint holds it."""
+    run.num_done += 1
+    run.source_state = run.source.state_dict()
+
+
+def save_if_due(run: Run) -> None:
+    if run.schedule.save_due(run.num_done):
+        save(run)
+
+
+def save(run: Run) -> None:
+    """Save what is done, unless it is saved already. Nothing is done before the first rollout."""
+    if run.num_done == 0 or run.saved_at == run.num_done:
+        return
+    with run.timers.span("save_model"):
+        tensors, trainer_state = run.trainer.save()
+        state = {
+            "trainer": trainer_state,
+            "source": run.source_state,
+            "num_done": run.num_done,
+            "version": run.version,
+            "evaluated_at": run.evaluated_at,
+        }
+        path = save_checkpoint(
+            run.folder.save, run.num_done, tensors=tensors, state=state, model_source=run.model_folder
+        )
+    run.saved_at = run.num_done
+    run.metrics.event("checkpoint", step=run.num_done, path=str(path))
+    logger.info(f"saved {path}")
+
+
+def stop_if_requested(run: Run) -> None:
+    if run.context.stop_requested():
+        raise Stopped
+
+
+def finish(run: Run) -> None:
+    """Export the final weights when asked to, and say that the run is complete."""
+    if run.config.run_dir.save_hf is not None:
+        target = Path(run.config.run_dir.save_hf)
+        with run.timers.span("export_hf"):
+            tensors, _ = run.trainer.save()
+            export_hf(target, source=run.model_folder, tensors=tensors["model"], dtype=run.placement.dtype)
+        logger.info(f"exported {target}")
+    run.metrics.event("finish", step=run.num_done)
+    logger.info(f"finished {run.num_done} of {run.schedule.num_rollout} rollouts")

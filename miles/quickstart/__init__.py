@@ -1,0 +1,1 @@
+"""The embedded default of `miles quickstart`: a tiny warmed-up model and a small task with exact answers."""
