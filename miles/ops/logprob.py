@@ -4,13 +4,19 @@ The T x V logits exist one chunk at a time: a chunk is at most `chunk_size` toke
 `SMALL_CHUNK_ELEMENTS` logits. When one chunk holds everything its softmax is kept for the backward pass; otherwise the
 backward pass computes the logits again. All sums are float32 (float64 for float64 inputs), for bfloat16 inputs too.
 
-T: tokens; V: vocabulary; D: hidden; C: tokens of a chunk.
+Sampling replay: with `kept` each token is scored over its own set of ids, those that top-k, top-p or min-p left when
+it was drawn. All other logits become `CUT_LOGIT`, whose probability and gradient are exactly 0, so one softmax serves
+both and the matrix product is the one of plain scoring.
+
+T: tokens; V: vocabulary; D: hidden; C: tokens of a chunk; K: ids scored of a token; N: ids of all kept sets.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -18,6 +24,23 @@ from torch.autograd.function import once_differentiable
 from miles.ops.matmul import linear, project_float32
 
 SMALL_CHUNK_ELEMENTS = 4 * 2**20  # 16 MB of float32
+CUT_LOGIT = -1e30  # finite: probability 0 times log-probability must be 0, not nan
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """A set of ids for each token: ids `bounds[t]` to `bounds[t + 1] - 1` of `ids_N` (int32, on the device)."""
+
+    ids_N: Tensor
+    bounds: np.ndarray  # on the host, one more than tokens
+
+    def cut(self, logits_CV: Tensor, chunk: slice) -> None:
+        """Overwrite the logits of this chunk of tokens that are not kept."""
+        bounds = self.bounds[chunk.start : chunk.stop + 1]
+        rows_N = torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))).to(logits_CV.device)
+        ids_N = self.ids_N[bounds[0] : bounds[-1]].long()
+        kept_N = logits_CV[rows_N, ids_N]
+        logits_CV.fill_(CUT_LOGIT)[rows_N, ids_N] = kept_N
 
 
 def token_log_probs(
@@ -28,14 +51,38 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     with_entropy: bool = True,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ head.T / temperature)[target] and the entropy of that softmax in nats, both float32.
 
-    Both can be differentiated with respect to `hidden_TD` and `head_VD`. Without `with_entropy` the second is None.
+    `targets_T` may also be T x K: several ids of each token, with log-probs T x K. With `kept` the softmax is over the
+    kept ids of the token; an id that was cut has a log-prob near `CUT_LOGIT`. Both results can be differentiated with
+    respect to `hidden_TD` and `head_VD`. Without `with_entropy` the second is None.
     """
     assert temperature > 0, f"the temperature must be positive, got {temperature}"
     rows = max(chunk_size, SMALL_CHUNK_ELEMENTS // head_VD.shape[0])
-    return _TokenLogProbs.apply(hidden_TD, head_VD, targets_T, temperature, rows, with_entropy)
+    targets_TK = targets_T[:, None] if targets_T.ndim == 1 else targets_T
+    scored = _TokenLogProbs.apply(hidden_TD, head_VD, targets_TK, temperature, rows, with_entropy, kept)
+    return scored[0].view_as(targets_T), scored[1]
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    num_top: int,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    kept: KeptIds | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `num_top` most likely ids of each token and their log-probs, most likely first; no gradient."""
+    ids, log_probs = [], []
+    for chunk in _chunks(hidden_TD.shape[0], chunk_size):
+        best = _log_softmax(hidden_TD, head_VD, temperature, chunk, kept).topk(num_top)
+        ids.append(best.indices)
+        log_probs.append(best.values)
+    return torch.cat(ids), torch.cat(log_probs)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -44,41 +91,46 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden_TD: Tensor,
         head_VD: Tensor,
-        targets_T: Tensor,
+        targets_TK: Tensor,
         temperature: float,
         chunk_rows: int,
         with_entropy: bool,
+        kept: KeptIds | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         num_tokens = hidden_TD.shape[0]
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
-        log_probs_T = torch.empty(num_tokens, dtype=dtype, device=hidden_TD.device)
-        entropy_T = torch.empty_like(log_probs_T) if with_entropy else None
+        log_probs_TK = torch.empty(targets_TK.shape, dtype=dtype, device=hidden_TD.device)
+        entropy_T = log_probs_TK.new_empty(num_tokens) if with_entropy else None
         kept_TV = None
         for chunk in _chunks(num_tokens, chunk_rows):
-            log_softmax_CV = _log_softmax(hidden_TD[chunk], head_VD, temperature)
-            log_probs_T[chunk] = log_softmax_CV.gather(1, targets_T[chunk, None]).squeeze(1)
+            log_softmax_CV = _log_softmax(hidden_TD, head_VD, temperature, chunk, kept)
+            log_probs_TK[chunk] = log_softmax_CV.gather(1, targets_TK[chunk])
             if entropy_T is not None:
                 entropy_T[chunk] = -(log_softmax_CV.exp().mul_(log_softmax_CV)).sum(-1)
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
                 kept_TV = log_softmax_CV
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, kept_TV)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.save_for_backward(hidden_TD, head_VD, targets_TK, entropy_T, kept_TV)
+        ctx.temperature, ctx.chunk_rows, ctx.kept = temperature, chunk_rows, kept
         ctx.set_materialize_grads(False)
-        return log_probs_T, entropy_T
+        return log_probs_TK, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, head_VD, targets_T, entropy_T, kept_TV = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_log_probs_TK: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TD, head_VD, targets_TK, entropy_T, kept_TV = ctx.saved_tensors
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         grad_head_VD = torch.zeros_like(head_VD, dtype=dtype) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(hidden_TD.shape[0], ctx.chunk_rows):
-            log_softmax_CV = _log_softmax(hidden_TD[chunk], head_VD, ctx.temperature) if kept_TV is None else kept_TV
+            log_softmax_CV = kept_TV
+            if log_softmax_CV is None:
+                log_softmax_CV = _log_softmax(hidden_TD, head_VD, ctx.temperature, chunk, ctx.kept)
             grad_logits_CV = _grad_logits(
                 log_softmax_CV,
-                targets_T[chunk],
-                None if grad_log_probs_T is None else grad_log_probs_T[chunk],
+                targets_TK[chunk],
+                None if grad_log_probs_TK is None else grad_log_probs_TK[chunk],
                 None if grad_entropy_T is None else grad_entropy_T[chunk],
                 None if entropy_T is None else entropy_T[chunk],
             )
@@ -87,26 +139,30 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_hidden_TD[chunk] = grad_logits_CV.to(head_VD.dtype) @ head_VD
             if grad_head_VD is not None:
                 grad_head_VD.addmm_(grad_logits_CV.T, hidden_TD[chunk].to(dtype))
-        return grad_hidden_TD, grad_head_VD, None, None, None, None
+        return grad_hidden_TD, grad_head_VD, None, None, None, None, None
 
 
 def _chunks(num_tokens: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
 
 
-def _log_softmax(hidden_CD: Tensor, head_VD: Tensor, temperature: float) -> Tensor:
+def _log_softmax(
+    hidden_TD: Tensor, head_VD: Tensor, temperature: float, chunk: slice, kept: KeptIds | None
+) -> Tensor:
     # Float64 stays as it is: this is how the gradient is proven against finite differences.
-    project = linear if hidden_CD.dtype == torch.float64 else project_float32
-    logits_CV = project(hidden_CD, head_VD)
+    project = linear if hidden_TD.dtype == torch.float64 else project_float32
+    logits_CV = project(hidden_TD[chunk], head_VD)
     if temperature != 1.0:
         logits_CV = logits_CV / temperature
+    if kept is not None:
+        kept.cut(logits_CV, chunk)
     return logits_CV.log_softmax(-1)
 
 
 def _grad_logits(
     log_softmax_CV: Tensor,
-    targets_C: Tensor,
-    grad_log_probs_C: Tensor | None,
+    targets_CK: Tensor,
+    grad_log_probs_CK: Tensor | None,
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor | None,
 ) -> Tensor:
@@ -117,7 +173,7 @@ def _grad_logits(
     if grad_entropy_C is not None:
         assert entropy_C is not None, "an entropy gradient needs the entropy"
         factor_CV = (log_softmax_CV + entropy_C[:, None]) * grad_entropy_C[:, None]
-    if grad_log_probs_C is None:
+    if grad_log_probs_CK is None:
         return probs_CV.mul_(factor_CV).neg_()
-    grad_logits_CV = probs_CV.mul_(factor_CV + grad_log_probs_C[:, None]).neg_()
-    return grad_logits_CV.scatter_add_(1, targets_C[:, None], grad_log_probs_C[:, None])
+    grad_logits_CV = probs_CV.mul_(factor_CV + grad_log_probs_CK.sum(-1, keepdim=True)).neg_()
+    return grad_logits_CV.scatter_add_(1, targets_CK, grad_log_probs_CK)

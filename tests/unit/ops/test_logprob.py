@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from miles.ops import logprob
-from miles.ops.logprob import token_log_probs
+from miles.ops.logprob import KeptIds, token_log_probs, top_log_probs
 
 
 def plain(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,8 @@ def test_without_entropy_only_log_probs(chunk_size: int) -> None:
 def test_chunk_size_changes_nothing_but_rounding(num_tokens: int, rows: int, seed: int) -> None:
     hidden_TD, head_VD, targets_T = inputs(num_tokens, 11, 6, seed=seed)
     whole = token_log_probs(hidden_TD, head_VD, targets_T)
-    parts = logprob._TokenLogProbs.apply(hidden_TD, head_VD, targets_T, 1.0, rows, True)
+    log_probs_T1, entropy_T = logprob._TokenLogProbs.apply(hidden_TD, head_VD, targets_T[:, None], 1.0, rows, True)
+    parts = (log_probs_T1.squeeze(1), entropy_T)
     grads = [torch.autograd.grad(lp.sum() + h.sum(), (hidden_TD, head_VD)) for lp, h in (whole, parts)]
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-11, atol=1e-12)
@@ -116,3 +118,66 @@ def test_very_certain_token_has_entropy_zero_and_finite_gradient() -> None:
 def test_temperature_zero_is_refused() -> None:
     with pytest.raises(AssertionError, match="temperature must be positive"):
         token_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.tensor([0]), temperature=0.0)
+
+
+def kept_sets(num_tokens: int, vocab: int, targets_T: Tensor, seed: int = 0) -> tuple[KeptIds, Tensor]:
+    """Random sets that hold the target, and the same as a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    mask_TV = torch.rand(num_tokens, vocab, generator=generator) < 0.3
+    mask_TV[torch.arange(num_tokens), targets_T] = True
+    bounds = np.concatenate(([0], mask_TV.sum(-1).cumsum(0).numpy()))
+    return KeptIds(mask_TV.nonzero()[:, 1].int(), bounds), mask_TV
+
+
+@pytest.mark.parametrize("chunk_elements", [0, 10**9], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_kept_sets_give_the_softmax_over_them_and_its_exact_gradient(monkeypatch, chunk_elements, temperature) -> None:
+    monkeypatch.setattr(logprob, "SMALL_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(11, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    head = torch.randn(17, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    targets = torch.randint(17, (11,), generator=generator)
+    weights = torch.randn(2, 11, dtype=torch.float64, generator=generator)
+    kept, mask_TV = kept_sets(11, 17, targets)
+    ours = token_log_probs(hidden, head, targets, temperature=temperature, chunk_size=4, kept=kept)
+    gradients = torch.autograd.grad((torch.stack(ours) * weights).sum(), (hidden, head))
+    rows = []
+    for t in range(11):  # the definition: only the kept rows of the head exist
+        log_p = torch.log_softmax(hidden[t] @ head[mask_TV[t]].T / temperature, -1)
+        place = int(mask_TV[t, : targets[t]].sum())
+        rows.append(torch.stack((log_p[place], -(log_p.exp() * log_p).sum())))
+    expected = torch.stack(rows, 1)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), (hidden, head))
+    torch.testing.assert_close(torch.stack(ours), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_several_ids_of_a_token_are_scored_at_once(monkeypatch, with_kept: bool) -> None:
+    monkeypatch.setattr(logprob, "SMALL_CHUNK_ELEMENTS", 0)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(9, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    head = torch.randn(13, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    ids_TK = torch.stack([torch.randperm(13, generator=generator)[:4] for _ in range(9)])
+    weights_TK = torch.rand(9, 4, dtype=torch.float64, generator=generator)
+    kept, mask_TV = kept_sets(9, 13, ids_TK[:, 0])
+    log_probs_TK, _ = token_log_probs(hidden, head, ids_TK, chunk_size=2, kept=kept if with_kept else None)
+    logits_TV = hidden @ head.T
+    if with_kept:
+        logits_TV = logits_TV.masked_fill(~mask_TV, -torch.inf)
+    expected_TK = logits_TV.log_softmax(-1).gather(1, ids_TK)
+    assert ((log_probs_TK < -1e29) == (expected_TK == -torch.inf)).all()
+    # Probabilities, so that a cut id counts as 0 on both sides.
+    ours = torch.autograd.grad((log_probs_TK.exp() * weights_TK).sum(), (hidden, head))
+    theirs = torch.autograd.grad((expected_TK.exp() * weights_TK).sum(), (hidden, head))
+    torch.testing.assert_close(log_probs_TK.exp(), expected_TK.exp(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_most_likely_ids_and_their_log_probs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, head = torch.randn(7, 5, generator=generator), torch.randn(13, 5, generator=generator)
+    ids_TK, log_probs_TK = top_log_probs(hidden, head, 3, temperature=0.5, chunk_size=2)
+    expected = (hidden @ head.T / 0.5).log_softmax(-1).sort(-1, descending=True)
+    assert ids_TK.tolist() == expected.indices[:, :3].tolist()
+    torch.testing.assert_close(log_probs_TK, expected.values[:, :3], rtol=1e-5, atol=1e-5)
