@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from miles.checkpoint.load import load_checkpoint
@@ -17,7 +18,7 @@ from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
-from miles.evals.run import Evaluator
+from miles.evals.run import evaluate
 from miles.evals.suites import load_suites
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
 from miles.loop.run_folder import RunFolder
@@ -97,9 +98,9 @@ def _assemble(
         schedule=schedule,
         source=source,
         rewards=rewards,
-        producer=SftProducer(config, source=source) if is_sft else Producer(config, source=source, **writing),
+        producer=_sft_producer(config, source) if is_sft else Producer(config, source=source, **writing),
         engine=engine,
-        evaluator=Evaluator(config, suites, **writing) if suites else None,
+        evaluate=partial(evaluate, suites, config=config, **writing) if suites else None,
         trainer=trainer,
         metrics=metrics,
         timers=Timers(on_phase=heartbeat.set_phase),
@@ -115,6 +116,10 @@ def _start_engine(
     engine = LocalEngine(model, tokenizer, config.engine, device=placement.device)
     stack.callback(engine.close)
     return engine
+
+
+def _sft_producer(config: RunConfig, source: PromptSource) -> SftProducer:
+    return SftProducer(source, rollout_batch_size=config.rollout.rollout_batch_size)
 
 
 def context_len(config: RunConfig, spec: ModelSpec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from miles.checkpoint.save import save_checkpoint
 from miles.config.sections import RunConfig
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
-from miles.evals.run import Evaluator
+from miles.evals.run import EvalResult
 from miles.loop.numbers import rollout_perf, step_means, trainer_perf
 from miles.loop.placement import Placement
 from miles.loop.run_folder import RunFolder
@@ -53,7 +53,7 @@ class Run:
     rewards: RewardRunner | None  # None for supervised training without evaluation
     producer: Producer | SftProducer
     engine: LocalEngine | None  # None when nothing is generated
-    evaluator: Evaluator | None
+    evaluate: Callable[[], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
     trainer: LocalTrainer
     timers: Timers
     runner: asyncio.Runner
@@ -107,12 +107,12 @@ def restore(run: Run, loaded: LoadedCheckpoint | None) -> None:
 
 def evaluate_if_due(run: Run) -> None:
     """Evaluate on the engine of the run, unless this count of rollouts has been evaluated already."""
-    if run.evaluator is None or not run.schedule.eval_due(run.num_done) or run.evaluated_at == run.num_done:
+    if run.evaluate is None or not run.schedule.eval_due(run.num_done) or run.evaluated_at == run.num_done:
         return
     if run.num_done == 0 and run.config.eval.skip_eval_before_train:
         return
     with run.timers.span("eval"):
-        outcome = run.wait(run.evaluator.evaluate())
+        outcome: EvalResult = run.wait(run.evaluate())
     log_record("eval", run.num_done, outcome.metrics, logger=logger)
     run.metrics.write(run.num_done, outcome.metrics, kind="eval")
     samples = run.folder.path / "samples" / f"eval_{run.num_done}.parquet"

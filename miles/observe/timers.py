@@ -34,7 +34,8 @@ class Timers:
         finally:
             self.add(name, self._clock() - start)
             self._open.pop()
-            self._tell_phase()
+        # Not reached when the block raises: the error report then still names the phase that failed.
+        self._tell_phase()
 
     def add(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere."""
