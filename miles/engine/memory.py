@@ -70,9 +70,8 @@ def cache_tokens(
         )
     if num_tokens * per_token > free_bytes:
         raise EngineError(
-            f"--engine-max-total-tokens {config.engine_max_total_tokens} takes "
-            f"{num_tokens * per_token / 2**20:.0f} MiB ({per_token} bytes a token) but {free_bytes / 2**20:.0f} MiB are available; at most "
-            f"{free_bytes // per_token} tokens fit"
+            f"--engine-max-total-tokens {num_tokens} takes {num_tokens * per_token / 2**20:.0f} MiB but "
+            f"{free_bytes / 2**20:.0f} MiB are available: at most {free_bytes // per_token} tokens fit"
         )
     return num_tokens
 

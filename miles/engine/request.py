@@ -163,8 +163,8 @@ class RequestTable:
         missing = num_tokens - self.tokens.shape[1]
         if missing > 0:
             missing = max(missing, self.tokens.shape[1])  # at least double, so that widening stays rare
-            self.tokens, self.log_probs, self.versions = (
-                np.pad(column, ((0, 0), (0, missing))) for column in (self.tokens, self.log_probs, self.versions)
-            )
+            wider = ((0, 0), (0, missing))
+            self.tokens, self.versions = np.pad(self.tokens, wider), np.pad(self.versions, wider)
+            self.log_probs = np.pad(self.log_probs, wider)
             num_blocks = -(-self.tokens.shape[1] // self.page_size)
             self.blocks = np.pad(self.blocks, ((0, 0), (0, num_blocks - self.blocks.shape[1])))

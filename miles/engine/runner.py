@@ -29,8 +29,16 @@ class Runner:
         if plan.copies:
             self.cache.copy_blocks(plan.copies)
         inputs = build_inputs(plan, self._table, device=self._device)
-        view = PagedView(self.cache.k_caches, self.cache.v_caches, inputs.slots_T, self._table.page_size, inputs.runs)
-        context = ForwardContext(inputs.positions_T, inputs.cu_seqlens, inputs.max_seqlen, view)
+        view = PagedView(
+            self.cache.k_caches,
+            self.cache.v_caches,
+            inputs.slots_T,
+            self._table.page_size,
+            inputs.block_table_BP,
+            inputs.context_lens_B,
+            inputs.query_bounds,
+        )
+        context = ForwardContext(inputs.positions_T, inputs.query_bounds, inputs.max_seqlen, view)
         hidden_TD = self._model(inputs.ids_T, context)
         drawn_from_R = torch.from_numpy(plan.drawn_from_R).to(self._device, non_blocking=True)
         logits_RV = project_float32(hidden_TD.index_select(0, drawn_from_R), self._model.head_weight)

@@ -5,6 +5,7 @@ Shapes: R rows that get a token, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
     return Drawn(drawn.tokens_R.cpu().numpy(), drawn.log_probs_R.cpu().numpy(), failures, kept)
 
 
-def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload) -> Cuts:  # noqa: ANN001
+def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload: Callable[[np.ndarray], Tensor]) -> Cuts:
     rows = rows_R[which]
     top_k, top_p = table.top_k[rows], table.top_p[rows]
     if (top_p[top_k <= 0] < 1.0).any():

@@ -53,7 +53,7 @@ class Scheduler:
             drawn_rows = np.array(
                 [each for row in drawn_rows.tolist() for each in (row, *self._followers.get(row, ()))], dtype=np.int64
             )
-        return Plan(rows_B, num_new_B, len(decoding), copies, drawn_rows, drawn_from)
+        return Plan(rows_B, num_new_B, copies, drawn_rows, drawn_from)
 
     def advance(self, plan: Plan) -> None:
         """Note that the step's keys and values are in the cache; share prompts that are now complete."""

@@ -1,56 +1,87 @@
 """Causal attention of new tokens over a paged KV cache, with grouped queries.
 
-The new tokens lie packed, and neighbours with the same number of new tokens and a similar context form a `QueryRun`:
-decoding requests are one token each, a prompt chunk is a run of its own. A run is computed without padding its queries:
-gather its blocks, one batched product for the scores, softmax, one batched product for the values.
+The plain version computes the sequences in runs: neighbours with equally many new tokens and a similar context. A run
+needs no padding of its queries: gather its blocks, one batched product for the scores, softmax, one for the values.
 
-Shapes: T packed tokens, B sequences of a run, Q new tokens of each, C context tokens (whole blocks), N query heads,
-K key/value heads, G query heads per key/value head, H head size, S cache slots.
+Shapes: T packed tokens, B sequences, P blocks of a context, Q new tokens of each sequence of a run, C context tokens
+(whole blocks), N query heads, K key/value heads, G query heads per key/value head, H head size, S cache slots,
+X pairs of sequence and key/value head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+# Keys (or values) that a run gathers. They should stay in a core's cache until they are multiplied, and an allocation
+# of this size is served from memory that is already mapped.
+_RUN_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class QueryRun:
-    """B sequences with Q new tokens each, which lie together in the packed batch from token `start` on.
-
-    `block_table` (int64, B x blocks) lists the cache blocks of each context in order; places beyond the context name
-    any block with finite contents. `mask_BQ1C` is 0 where a new token may look and -inf elsewhere.
-    """
+    """Sequences with Q new tokens each that lie together in the packed batch, from token `start` on. `mask_BQ1C` is 0
+    where a new token may look and -inf elsewhere."""
 
     start: int
     num_queries: int
-    block_table: Tensor
+    block_table_BP: Tensor
     mask_BQ1C: Tensor
 
 
-def query_run(start: int, num_queries: int, block_table: Tensor, context_lens_B: Tensor, page_size: int) -> QueryRun:
-    """The run whose sequence b has `context_lens_B[b]` tokens (int64), the Q new ones last and already counted."""
-    device = block_table.device
-    last_B1 = context_lens_B.unsqueeze(1) - num_queries
-    visible_BQ = last_B1 + torch.arange(num_queries, device=device)
-    hidden_BQC = torch.arange(block_table.shape[1] * page_size, device=device) > visible_BQ.unsqueeze(2)
-    mask_BQC = torch.zeros(hidden_BQC.shape, device=device).masked_fill_(hidden_BQC, -torch.inf)
-    return QueryRun(start, num_queries, block_table, mask_BQC.unsqueeze(2))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedView:
-    """What attention sees of the cache in one step: `k_caches[layer]` and `v_caches[layer]` (K x S x H), the slot of
-    each new token, and the runs that together cover all T tokens. Block n holds slots n * page_size and up."""
+    """What attention sees of the cache in one step.
+
+    `k_caches[layer]` and `v_caches[layer]` are K x S x H; block n holds slots n * page_size and up. `slots_T` (int64) is
+    where each new token's key and value go. `block_table_BP` (int64) lists the blocks of each context in order; places
+    beyond it name any block with finite contents. `context_lens_B` (int64) counts all tokens of a sequence, the new
+    ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T. All on one device.
+    It is fast when sequences with one new token come first, by growing context.
+    """
 
     k_caches: Sequence[Tensor]
     v_caches: Sequence[Tensor]
     slots_T: Tensor
     page_size: int
-    runs: Sequence[QueryRun]
+    block_table_BP: Tensor
+    context_lens_B: Tensor
+    query_bounds: Tensor
+
+    @cached_property
+    def runs(self) -> list[QueryRun]:
+        """The runs of the plain version, worked out once for all layers."""
+        num_kv_heads, _, head_dim = self.k_caches[0].shape
+        most_blocks = _RUN_BYTES // (num_kv_heads * head_dim * self.page_size * self.k_caches[0].element_size())
+        num_blocks = ((self.context_lens_B + (self.page_size - 1)) // self.page_size).tolist()
+        bounds = self.query_bounds.tolist()
+        runs, first, widest = [], 0, 0
+        for row in range(len(num_blocks) + 1):
+            num_queries = bounds[first + 1] - bounds[first]
+            at_end = row == len(num_blocks)
+            if at_end or (row > first and (
+                bounds[row + 1] - bounds[row] != num_queries
+                or (row + 1 - first) * max(widest, num_blocks[row]) > most_blocks
+            )):  # fmt: skip
+                rows = slice(first, row)
+                mask_BQ1C = _causal_mask(self.context_lens_B[rows], num_queries, widest * self.page_size)
+                runs.append(QueryRun(bounds[first], num_queries, self.block_table_BP[rows, :widest], mask_BQ1C))
+                first, widest = row, 0
+            if not at_end:
+                widest = max(widest, num_blocks[row])
+        return runs
+
+
+def _causal_mask(context_lens_B: Tensor, num_queries: int, num_context: int) -> Tensor:
+    """0 where query q of sequence b may look, -inf elsewhere: B x Q x 1 x C."""
+    device = context_lens_B.device
+    last_BQ = (context_lens_B - num_queries).unsqueeze(1) + torch.arange(num_queries, device=device)
+    hidden_BQC = torch.arange(num_context, device=device) > last_BQ.unsqueeze(2)
+    return torch.zeros(hidden_BQC.shape, device=device).masked_fill_(hidden_BQC, -torch.inf).unsqueeze(2)
 
 
 def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: PagedView, scale: float) -> Tensor:
@@ -61,10 +92,10 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: Paged
     v_blocks = v_cache.view(num_kv_heads, -1, view.page_size * head_dim)
     group = q_TNH.shape[1] // num_kv_heads
     for run in view.runs:
-        (num_seqs, num_blocks), num_queries = run.block_table.shape, run.num_queries
+        (num_seqs, num_blocks), num_queries = run.block_table_BP.shape, run.num_queries
         num_context = num_blocks * view.page_size
         rows = slice(run.start, run.start + num_seqs * num_queries)
-        block_ids = run.block_table.flatten()
+        block_ids = run.block_table_BP.flatten()
         k_XCH = k_blocks.index_select(1, block_ids).view(-1, num_context, head_dim)
         v_XCH = v_blocks.index_select(1, block_ids).view(-1, num_context, head_dim)
         q_BQKGH = (q_TNH[rows] * scale).reshape(num_seqs, num_queries, num_kv_heads, group, head_dim)
