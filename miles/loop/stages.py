@@ -114,6 +114,8 @@ def evaluate_if_due(run: Run) -> None:
     with run.timers.span("eval"):
         outcome: EvalResult = run.wait(run.evaluate())
     log_record("eval", run.num_done, outcome.metrics, logger=logger)
+    scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
+    logger.info(f"evaluation after {run.num_done} rollouts: {scores}")
     run.metrics.write(run.num_done, outcome.metrics, kind="eval")
     samples = run.folder.path / "samples" / f"eval_{run.num_done}.parquet"
     write_samples(samples, outcome.samples, reward_key=run.config.reward.reward_key)

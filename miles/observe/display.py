@@ -124,7 +124,8 @@ class Eta:
     """Time left, from the median of the last steps: one slow step (a checkpoint, an evaluation) does not move it."""
 
     def __init__(self) -> None:
-        self._ends = deque([time.monotonic()], maxlen=21)
+        # Empty at first: the time before the first step is start-up, not a step.
+        self._ends: deque[float] = deque(maxlen=21)
 
     def step_ended(self) -> None:
         self._ends.append(time.monotonic())

@@ -17,6 +17,11 @@ from miles.observe.samples import read_samples
 
 SET = "held_out"
 METRIC = f"eval/{SET}"
+NEXT = """
+Three things to try next:
+  miles quickstart --rm-type random   a reward that knows nothing: nothing is learned
+  miles quickstart --explain          every setting and where it came from
+  miles train --help                  the same loop on your model, data and reward"""
 
 
 @dataclass(frozen=True)
@@ -71,17 +76,15 @@ def show(outcome: Outcome, folder: Path, console: Console) -> None:
     console.print()
     console.print(_answers_table(outcome.answers))
     console.print(_curve(outcome), markup=False, highlight=False)
-    learned = "[green]It learned to show its working.[/]" if outcome.held_out_after > 0.9 else ""
+    learned = "It learned to show its working." if outcome.held_out_before < 0.4 < 0.9 < outcome.held_out_after else ""
     first, last = mean(outcome.length_curve[:3]), mean(outcome.length_curve[-3:])
     console.print(
         f"Held-out questions answered right: {outcome.held_out_before:.3f} before, {outcome.held_out_after:.3f} after "
-        f"{outcome.steps} steps, in {outcome.seconds:.0f} s. {learned}"
+        f"{outcome.steps} steps, in {outcome.seconds:.0f} s. {learned}",
+        soft_wrap=True,
     )
-    console.print(f"Answers went from {first:.0f} to {last:.0f} tokens. Every number and answer is in {folder}")
-    console.print("\nThree things to try next:")
-    console.print("  miles quickstart --rm-type random      a reward that knows nothing: it must not learn")
-    console.print("  miles quickstart --explain             every setting and where it came from")
-    console.print("  miles train --help                     the same loop on your model, your data, your reward")
+    console.print(f"Answers went from {first:.0f} to {last:.0f} tokens. Run folder: {folder}", soft_wrap=True)
+    console.print(NEXT, markup=False, highlight=False, soft_wrap=True)
 
 
 def _answer(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
