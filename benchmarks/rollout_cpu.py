@@ -176,12 +176,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     measured = measure(args.shape, args.pairs)
     cases = measured["cases"]
-    print(f"{'case':12} {'tokens':>7} {'ours s':>8} {'peer s':>8} {'ratio':>6} {'tokens/s':>9} {'peer':>7} {'of limit':>9}")
+    columns = (
+        "answer_tokens", "seconds", "peer_seconds", "ratio", "tokens_per_second", "peer_tokens_per_second", "share_of_limit",
+    )  # fmt: skip
+    print(" ".join(f"{name:>22}" for name in ("case", *columns)))
     for name, case in cases.items():
-        print(
-            f"{name:12} {case['answer_tokens']:7} {case['seconds']:8.3f} {case['peer_seconds']:8.3f} {case['ratio']:6.2f} "
-            f"{case['tokens_per_second']:9} {case['peer_tokens_per_second']:7} {case['share_of_limit']:9.2f}"
-        )
+        print(" ".join(f"{value:>22}" for value in (name, *(case[column] for column in columns))))
     environment = describe_environment(command=["python", *sys.argv], model_folder=None, seeds={})
     seconds, limit = (sum(case[key] for case in cases.values()) for key in ("seconds", "limit_seconds"))
     peer_seconds = sum(case["peer_seconds"] for case in cases.values())

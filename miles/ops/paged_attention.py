@@ -37,11 +37,11 @@ class QueryRun:
 class PagedView:
     """What attention sees of the cache in one step.
 
-    `k_caches[layer]` and `v_caches[layer]` are K x S x H; block n holds slots n * page_size and up. `slots_T` (int64) is
-    where each new token's key and value go. `block_table_BP` (int64) lists the blocks of each context in order; places
-    beyond it name any block with finite contents. `context_lens_B` (int64) counts all tokens of a sequence, the new
-    ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T. All on one device.
-    It is fast when sequences with one new token come first, by growing context.
+    `k_caches[layer]` and `v_caches[layer]` are K x S x H; block n holds slots n * page_size and up. `slots_T` (int64)
+    says where each new token's key and value go. `block_table_BP` (int64) lists the blocks of each context in order;
+    places beyond it name any block with finite contents. `context_lens_B` (int64) counts all tokens of a sequence, the
+    new ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T. All on one device.
+    The plain version is at its best when sequences with one new token lie together, by growing context.
     """
 
     k_caches: Sequence[Tensor]
