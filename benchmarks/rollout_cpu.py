@@ -176,12 +176,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     measured = measure(args.shape, args.pairs)
     cases = measured["cases"]
-    columns = (
-        "answer_tokens", "seconds", "peer_seconds", "ratio", "tokens_per_second", "peer_tokens_per_second", "share_of_limit",
-    )  # fmt: skip
-    print(" ".join(f"{name:>22}" for name in ("case", *columns)))
+    columns = ("answer_tokens", "seconds", "peer_seconds", "ratio", "tokens_per_second", "share_of_limit")
+    print(" ".join(f"{name:>17}" for name in ("case", *columns)))
     for name, case in cases.items():
-        print(" ".join(f"{value:>22}" for value in (name, *(case[column] for column in columns))))
+        print(" ".join(f"{value:>17}" for value in (name, *(case[column] for column in columns))))
     environment = describe_environment(command=["python", *sys.argv], model_folder=None, seeds={})
     seconds, limit = (sum(case[key] for case in cases.values()) for key in ("seconds", "limit_seconds"))
     peer_seconds = sum(case["peer_seconds"] for case in cases.values())
