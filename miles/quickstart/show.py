@@ -15,8 +15,6 @@ from rich.table import Table
 from miles.observe.metrics import read_records
 from miles.observe.samples import read_samples
 
-SET = "held_out"
-METRIC = f"eval/{SET}"
 NEXT = """
 Three things to try next:
   miles quickstart --rm-type random   a reward that knows nothing: nothing is learned
@@ -26,7 +24,7 @@ Three things to try next:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Accuracies are shares of held-out questions whose greedy answer was graded right."""
+    """Accuracies are shares of held-out questions whose greedy answer is right."""
 
     held_out_before: float
     held_out_after: float
@@ -52,23 +50,31 @@ class Outcome:
 
 
 def read_outcome(folder: Path, *, seconds: float, seed: int) -> Outcome:
-    """Collect the outcome of a finished run with the evaluation set `held_out`."""
+    """Collect the outcome of a finished run with the evaluation set `held_out`.
+
+    Answers are graded here, by the exact sum: the reward of the run may be another one, as in a control.
+    """
     records = read_records(folder / "metrics.jsonl")
-    evals = [(record["step"], record[METRIC]) for record in records if record["kind"] == "eval"]
+    evaluated = [record["step"] for record in records if record["kind"] == "eval"]
     steps = [record for record in records if record["kind"] == "step"]
-    before = read_samples(folder / "samples" / f"eval_{evals[0][0]}.parquet")
-    after = read_samples(folder / "samples" / f"eval_{evals[-1][0]}.parquet")
+    answers = [read_samples(folder / "samples" / f"eval_{step}.parquet") for step in evaluated]
+    curve = [(step, mean(map(is_right, rows))) for step, rows in zip(evaluated, answers, strict=True)]
     return Outcome(
-        held_out_before=evals[0][1],
-        held_out_after=evals[-1][1],
+        held_out_before=curve[0][1],
+        held_out_after=curve[-1][1],
         seconds=seconds,
         steps=len(steps),
         seed=seed,
         reward_curve=[record["rollout/raw_reward"] for record in steps],
-        held_out_curve=evals,
+        held_out_curve=curve,
         length_curve=[record["rollout/response_lengths"] for record in steps],
-        answers=[_answer(*pair) for pair in zip(before, after, strict=True)],
+        answers=[_answer(*pair) for pair in zip(answers[0], answers[-1], strict=True)],
     )
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """The answer ends with `####` and exactly the label."""
+    return row["response"].rpartition("####")[2].strip() == row["label"] and "####" in row["response"]
 
 
 def show(outcome: Outcome, folder: Path, console: Console) -> None:
@@ -93,9 +99,9 @@ def _answer(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "question": _question(before["prompt"]),
         "label": before["label"],
         "before": before["response"],
-        "before_reward": before["reward"],
+        "before_right": is_right(before),
         "after": after["response"],
-        "after_reward": after["reward"],
+        "after_right": is_right(after),
     }
 
 
@@ -107,7 +113,7 @@ def _question(prompt: str) -> str:
 
 def _answers_table(answers: list[dict[str, Any]]) -> Table:
     # Two that it got wrong before and right after tell the story; in a control run there may be none.
-    changed = [answer for answer in answers if answer["after_reward"] > answer["before_reward"]]
+    changed = [answer for answer in answers if answer["after_right"] > answer["before_right"]]
     table = Table("question", "right answer", "before", "after", title="Two held-out questions", show_lines=True)
     for answer in (changed + answers)[:2]:
         table.add_row(answer["question"], answer["label"], answer["before"], answer["after"])

@@ -70,6 +70,7 @@ def test_live_display_shows_phase_age_and_the_last_step():
     display = LiveDisplay(Console(file=screen, force_terminal=True, width=120, color_system=None))
     display.line(RECORD)
     display.line(NOTICE)
+    display.step(0, METRICS, num_steps=4)  # two steps have ended before the time of one is known
     display.step(1, METRICS, num_steps=4)
     display.tick(phase="generate", age_s=12.0, detail="3 of 16 answers", step=2, num_steps=4)
     display.close()
