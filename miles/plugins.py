@@ -123,21 +123,38 @@ class HookThread:
         `timeout_s`; time spent waiting for other calls of this thread does not count."""
         caller = asyncio.get_running_loop()
         started = asyncio.Event()
+        outcome: asyncio.Future[Any] = caller.create_future()
 
-        async def invoke() -> Any:
+        def settle(value: Any, error: Exception | None) -> None:
+            if outcome.done():
+                return
+            if error is None:
+                outcome.set_result(value)
+            else:
+                outcome.set_exception(error)
+
+        async def invoke() -> None:
             caller.call_soon_threadsafe(started.set)
-            result = function(*arguments)
-            return await result if inspect.isawaitable(result) else result
+            try:
+                value = function(*arguments)
+                value = await value if inspect.isawaitable(value) else value
+            except Exception as error:  # not caught here: the caller raises it
+                caller.call_soon_threadsafe(settle, None, error)
+            except SystemExit as error:
+                caller.call_soon_threadsafe(settle, None, RuntimeError(f"it called sys.exit({error.code})"))
+            else:
+                # at once, and not through this loop, which may have to run other plain functions first
+                caller.call_soon_threadsafe(settle, value, None)
 
-        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(invoke(), self._loop))
+        running = asyncio.run_coroutine_threadsafe(invoke(), self._loop)
         try:
             await started.wait()
-            done, _ = await asyncio.wait([future], timeout=timeout_s)
+            done, _ = await asyncio.wait([outcome], timeout=timeout_s)
             if not done:
                 raise HookTimeoutError
-            return future.result()
+            return outcome.result()
         finally:
-            future.cancel()
+            running.cancel()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -65,6 +65,7 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
         min_p=rollout.rollout_min_p,
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
+        skip_special_tokens=rollout.rollout_skip_special_tokens,
     )
 
 

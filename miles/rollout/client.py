@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from miles.errors import EngineError
 from miles.types import GenerationRequest, GenerationResult, Generator, SamplingParams
 
 
@@ -47,7 +46,11 @@ class EngineClient:
             await asyncio.shield(self._dispatcher)
 
     def _send(self) -> None:
-        requests, self._unsent = self._unsent, []
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            if self._waiting[request.request_id].cancelled():
+                del self._waiting[request.request_id]
+        requests = [request for request in unsent if request.request_id in self._waiting]
         if not requests:
             return
         self._generator.submit(requests)
@@ -55,10 +58,7 @@ class EngineClient:
             self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
 
     def _abort(self, request: GenerationRequest) -> None:
-        if request in self._unsent:
-            self._unsent.remove(request)
-            del self._waiting[request.request_id]
-        elif request.request_id in self._waiting:
+        if request.request_id in self._waiting and request not in self._unsent:  # unsent ones are dropped when sending
             self._generator.abort([request.request_id])
 
     async def _dispatch(self) -> None:
@@ -68,8 +68,8 @@ class EngineClient:
                     future = self._waiting.pop(result.request_id)
                     if not future.done():
                         future.set_result(result)
-        except EngineError as error:
+        except Exception as error:  # nothing is caught here: every waiting coroutine raises it
             waiting, self._waiting = self._waiting, {}
             for future in waiting.values():
                 if not future.done():
-                    future.set_exception(EngineError(*error.args))
+                    future.set_exception(error)

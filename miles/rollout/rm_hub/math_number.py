@@ -110,17 +110,24 @@ class _Parser:
             value = _factorial(value)
         if self._peek() == "^":
             self._take()
-            value = _power(value, self._exponent(depth + 1))
+            value = _power(value, self._exponent(depth))
         while self._peek() == "!":
             self._take()
             value = _factorial(value)
         return value
 
     def _exponent(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise NotRationalError
+        sign = 1
         if self._peek() == "-":
             self._take()
-            return -self._power(depth)
-        return self._power(depth)
+            sign = -1
+        value = self._base(depth)
+        if self._peek() == "^":
+            self._take()
+            value = _power(value, self._exponent(depth + 1))
+        return sign * value
 
     def _base(self, depth: int) -> Fraction:
         token = self._take()

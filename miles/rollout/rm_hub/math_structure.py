@@ -27,8 +27,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Several values. `kind` is `list` or `union` (any order), `set` (any order, no repeats), `ratio` or `matrix_<n>` with
-    n columns (in order), or the two brackets of a tuple or interval."""
+    """Several values. `kind`: `list` or `union` (any order), `set` (any order, no repeats), `ratio` or `matrix_<n>`
+    with n columns (in order), or the two brackets of a tuple or interval."""
 
     kind: str
     items: tuple[Structure, ...]

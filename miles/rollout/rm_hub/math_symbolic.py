@@ -22,8 +22,8 @@ from miles.rollout.rm_hub.math_text import Quantity
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns at each call that its alarm is off
 
-DIGITS = 60
-TOLERANCE = sympy.Float(10, DIGITS) ** -45
+DIGITS = 150
+TOLERANCE = sympy.Float(10, DIGITS) ** -120
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0)]
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
 _NO_NUMBER = re.compile(r"\d\s+\d|\.\d*\.")

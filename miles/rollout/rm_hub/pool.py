@@ -102,7 +102,6 @@ class WorkerPool:
         self._thread.join()
         self._control.close()  # the server kills its workers and ends
         self._server.wait()
-        self._thread = None
 
     def _run(self) -> None:
         reason = "the grading processes were closed"

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miles.errors import RewardError
+from miles.rollout.rm_hub.pool import DIED, RAISED, TIMEOUT, WorkerPool
+
+TASKS = """
+import ctypes, os, sys
+
+def run(task):
+    kind, value = task
+    if kind == "square":
+        return value * value
+    if kind == "raise":
+        raise ValueError(f"cannot do {value}")
+    if kind == "loop":
+        while True:
+            pass
+    if kind == "hold the lock":
+        ctypes.PyDLL(None).sleep(60)  # inside one C call, without releasing the interpreter
+    if kind == "exit":
+        os._exit(0)
+    if kind == "memory":
+        return len(bytearray(8 << 30))
+    if kind == "recursion":
+        return run(task)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
+    (tmp_path / "pool_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = WorkerPool("pool_tasks", num_workers=2, timeout_s=0.3)
+    made.start()
+    yield made
+    made.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition: object, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_tasks_are_done_whatever_their_neighbours_do(pool: WorkerPool) -> None:
+    hostile = ["loop", "exit", "raise", "hold the lock", "memory", "recursion"]
+    tasks = [(hostile[i // 2 % 6], i) if i % 2 else ("square", i) for i in range(24)]
+    outcomes = [future.result(timeout=30) for future in [pool.submit(task) for task in tasks]]
+    assert [outcome.value for outcome in outcomes[::2]] == [i * i for i in range(0, 24, 2)]
+    kinds = [outcome.failure for outcome in outcomes[1::2]]
+    assert kinds == [TIMEOUT, DIED, RAISED, TIMEOUT, RAISED, RAISED] * 2
+    assert outcomes[5].detail == "ValueError: cannot do 5"
+    assert pool.failures == {TIMEOUT: 4, DIED: 2, RAISED: 6}
+    wait_until(lambda: len(pool.pids) == 2 and all(map(is_alive, pool.pids)))
+
+
+def test_field_note_8_hostile_answers_leave_the_pool_at_full_size(pool: WorkerPool) -> None:
+    futures = [pool.submit(("exit" if i % 10 else "loop", i)) for i in range(100)]
+    assert all(future.result(timeout=60).failure in (DIED, TIMEOUT) for future in futures)
+    assert pool.failures.total() == 100
+    wait_until(lambda: len(pool.pids) == 2 and all(map(is_alive, pool.pids)))
+    assert pool.submit(("square", 7)).result(timeout=10).value == 49
+
+
+def test_closing_leaves_no_process_and_fails_what_waits(pool: WorkerPool) -> None:
+    busy = [pool.submit(("loop", i)) for i in range(5)]
+    wait_until(lambda: len(pool.pids) == 2)
+    pids = pool.pids
+    pool.close()
+    for future in busy[2:]:
+        with pytest.raises(RewardError, match="were closed"):
+            future.result(timeout=5)
+    wait_until(lambda: not any(map(is_alive, pids)))
+    with pytest.raises(RewardError, match="were closed"):
+        pool.submit(("square", 1)).result(timeout=5)
+
+
+def test_workers_end_when_their_owner_is_killed(pool: WorkerPool, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from miles.rollout.rm_hub.pool import WorkerPool\n"
+        "pool = WorkerPool('pool_tasks', num_workers=2, timeout_s=60)\n"
+        "pool.start(); pool.submit(('loop', 0)); pool.submit(('square', 0)).result()\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(map(str, pool.pids)))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    os.spawnve(
+        os.P_WAIT,
+        sys.executable,
+        [sys.executable, "-c", code],
+        {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+    )
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_module_that_cannot_be_imported_fails_every_task() -> None:
+    broken = WorkerPool("there_is_no_such_module", num_workers=1, timeout_s=1.0)
+    broken.start()
+    with pytest.raises(RewardError, match="could not start"):
+        broken.submit(1).result(timeout=30)
+    with pytest.raises(RewardError, match="could not start"):
+        broken.submit(2).result(timeout=30)
+    broken.close()
+
+
+def test_a_killed_server_is_reported(pool: WorkerPool) -> None:
+    assert pool.submit(("square", 2)).result(timeout=10).value == 4
+    os.kill(pool._server.pid, signal.SIGKILL)
+    pool._server.wait()
+    with pytest.raises(RewardError, match="have ended"):
+        for _ in range(3):  # the workers live on until they are lost
+            pool.submit(("exit", 0)).result(timeout=10)

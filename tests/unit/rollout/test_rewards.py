@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from miles.config.sections import DataConfig, RewardConfig, RunConfig
+from miles.errors import ConfigError, PluginError, RewardError
+from miles.rollout.rewards import RewardRunner
+from miles.types import Sample, SampleStatus
+
+
+def runner(**reward: Any) -> RewardRunner:
+    return RewardRunner(RunConfig(data=DataConfig(rollout_seed=3, label_key="answer"), reward=RewardConfig(**reward)))
+
+
+def samples(*responses: str, label: Any = "7") -> list[Sample]:
+    return [
+        Sample(group_index=2, index=10 + i, tokens=[1, 2, 3], response=text, response_length=1, label=label)
+        for i, text in enumerate(responses)
+    ]
+
+
+def score(made: RewardRunner, group: list[Sample]) -> list[Any]:
+    asyncio.run(made.score_group(group))
+    return [sample.reward for sample in group]
+
+
+@pytest.fixture
+def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a module with a function `score` and make its runner."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    count = 0
+
+    def make(source: str, **reward: Any) -> RewardRunner:
+        nonlocal count
+        count += 1
+        (tmp_path / f"custom_rm_{tmp_path.name}_{count}.py".replace("-", "_")).write_text(source)
+        return runner(custom_rm_path=f"custom_rm_{tmp_path.name}_{count}.score".replace("-", "_"), **reward)
+
+    return make
+
+
+def test_math_needs_no_process_for_numbers() -> None:
+    assert score(runner(rm_type="math"), samples("#### 7", r"\boxed{8}", "nothing")) == [1, 0, 0]
+
+
+def test_random_rewards_repeat_and_differ() -> None:
+    group = samples(*["x"] * 40)
+    rewards = score(runner(rm_type="random"), group)
+    assert score(runner(rm_type="random"), group) == rewards and set(rewards) == {0, 1}
+    assert set(score(runner(rm_type="deterministic_random"), samples(*map(str, range(40))))) == {0, 1}
+    boxed = score(runner(rm_type="boxed_deterministic_random"), samples(r"a \boxed{5}", r"b \boxed{5}"))
+    assert boxed[0] == boxed[1]
+
+
+def test_an_unknown_type_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match="--rm-type maths: there is no such reward; did you mean math?"):
+        runner(rm_type="maths")
+    with pytest.raises(ConfigError, match="known: math, random, deterministic_random"):
+        runner(rm_type="qqq")
+
+
+PLAIN = "def score(args, sample, **kwargs):\n    return len(sample.response) + args.rollout_seed\n"
+ASYNC = (
+    "import asyncio\nasync def score(args, sample):\n    await asyncio.sleep(0)\n    return float(sample.label) / 2\n"
+)
+GROUP = "def score(args, samples):\n    return [i for i, sample in enumerate(samples)]\n"
+DICT = "def score(args, sample):\n    return {'score': 0.5, 'format': 'ok'}\n"
+
+
+def test_rewards_can_be_plain_async_for_a_group_or_a_dict(custom: Any) -> None:
+    assert score(custom(PLAIN), samples("ab", "abc")) == [5, 6]
+    assert score(custom(ASYNC), samples("ab")) == [3.5]
+    assert score(custom(GROUP, group_rm=True), samples("a", "b", "c")) == [0, 1, 2]
+    assert score(custom(DICT, reward_key="score"), samples("a")) == [{"score": 0.5, "format": "ok"}]
+
+
+def test_numbers_of_other_libraries_become_plain(custom: Any) -> None:
+    source = (
+        "import numpy\ndef score(args, sample):\n    return {'a': numpy.float32(0.5), 'b': True}[sample.response]\n"
+    )
+    rewards = score(custom(source), samples("a", "b"))
+    assert rewards == [0.5, 1] and [type(reward) for reward in rewards] == [float, int]
+    assert not isinstance(rewards[0], numpy.floating)
+
+
+BAD = [
+    ("return None", "returned None for sample 10; expected a finite number"),
+    ("return float('nan')", "returned nan for sample 10"),
+    ("return float('inf')", "returned inf for sample 10"),
+    ("return '1'", "returned the str '1' for sample 10"),
+    ("return [1]", "returned the list [1] for sample 10"),
+    ("return {'score': 1}", "returned a dict for sample 10; say with --reward-key which of score is the reward"),
+    ("\n    raise ValueError('no key')", ".py:3: ValueError: no key"),
+    ("raise TimeoutError('their service')", "TimeoutError: their service"),
+    ("raise SystemExit(3)", "RuntimeError: it called sys.exit(3)"),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), BAD)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_a_reward_does_wrong_names_the_sample_and_the_line(
+    custom: Any, kind: str, body: str, expected: str
+) -> None:
+    made = custom(f"{kind} score(args, sample):\n    {body}\n")
+    with pytest.raises(RewardError) as caught:
+        score(made, samples("x"))
+    assert "--custom-rm-path custom_rm_" in str(caught.value) and ".score" in str(caught.value)
+    assert expected in str(caught.value)
+    assert re.search(r"\.py:1\)|\.py:[23]: |sys\.exit", str(caught.value))
+    assert "sample 10" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ndef score(args, sample):\n    time.sleep(1.5)\n",
+        "import time\nasync def score(args, sample):\n    time.sleep(1.5)\n",
+        "import asyncio\nasync def score(args, sample):\n    await asyncio.sleep(60)\n",
+    ],
+)
+def test_a_reward_that_hangs_ends_in_an_error(custom: Any, source: str) -> None:
+    with pytest.raises(RewardError, match=r"did not return within 0.2 s for sample 10; .* --custom-rm-timeout"):
+        score(custom(source, custom_rm_timeout=0.2), samples("x"))
+
+
+def test_slow_plain_rewards_do_not_time_out_while_they_wait_for_each_other(custom: Any) -> None:
+    source = "import time\ndef score(args, sample):\n    time.sleep(0.06)\n    return 1\n"
+    assert score(custom(source, custom_rm_timeout=0.4), samples(*"abcdefghij")) == [1] * 10
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def score(args, samples):\n    return [1]\n", "returned 1 for group 2 (samples 10 to 11); with --group-rm"),
+        ("def score(args, samples):\n    return 3\n", "returned a int for group 2"),
+        ("def score(args, samples):\n    return [1, None]\n", "returned None for sample 11"),
+    ],
+)
+def test_group_rewards_are_matched_by_length_and_order(custom: Any, source: str, expected: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(custom(source, group_rm=True), samples("a", "b"))
+    assert expected in str(caught.value)
+
+
+def test_a_reward_key_must_be_there(custom: Any) -> None:
+    with pytest.raises(RewardError, match="returned a dict without 'scroe'.*it has score, format"):
+        score(custom(DICT, reward_key="scroe"), samples("a"))
+    with pytest.raises(RewardError, match="--reward-key score asks for a dict"):
+        score(custom(PLAIN, reward_key="score"), samples("a"))
+
+
+def test_a_hook_is_refused_before_the_run(custom: Any) -> None:
+    with pytest.raises(PluginError, match=r"called as f\(args, sample\) but is defined as f\(sample\)"):
+        custom("def score(sample):\n    return 1\n")
+    with pytest.raises(PluginError, match=r"--custom-rm-path no_such_module_x.score: there is no module"):
+        runner(custom_rm_path="no_such_module_x.score")
+
+
+def test_the_probe_shows_the_hook_a_finished_answer_of_the_data(custom: Any) -> None:
+    source = (
+        "def score(args, sample):\n"
+        "    assert sample.metadata['level'] == 3 and sample.response == sample.label\n"
+        "    assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)\n"
+        "    assert sample.status == sample.Status.COMPLETED\n"
+        "    sample.metadata['level'] = 4\n"
+        "    return 1\n"
+    )
+    example = Sample(prompt="q", tokens=[4, 5], label="7", metadata={"level": 3})
+    custom(source).probe(example)
+    assert (example.tokens, example.response, example.metadata, example.reward) == ([4, 5], "", {"level": 3}, None)
+    assert example.status is SampleStatus.PENDING
+    with pytest.raises(RewardError, match=r"the probe before the run, .*KeyError: 'level'"):
+        custom(source).probe()
+
+
+@pytest.mark.parametrize("body", ["return None", "return float('nan')", "return 'x'", "raise OSError('down')"])
+def test_a_bad_reward_fails_its_probe(custom: Any, body: str) -> None:
+    with pytest.raises(RewardError, match="the probe before the run"):
+        custom(f"def score(args, sample):\n    {body}\n").probe()
+
+
+def test_the_settings_are_read_only_for_hooks(custom: Any) -> None:
+    with pytest.raises(RewardError, match="args is read-only"):
+        score(custom("def score(args, sample):\n    args.lr = 1\n    return 1\n"), samples("a"))
+
+
+def test_field_note_44_a_batch_without_any_answer_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = runner(rm_type="math")
+    made.end_batch(samples("#### 7", "the answer is seven"))
+    assert caplog.text == ""
+    silent = samples(*[f"I think it is {i}" for i in range(5)])
+    made.end_batch(silent)
+    made.end_batch(silent)
+    assert caplog.text.count("no answer was found in any of 5 responses") == 1
+    assert caplog.text.count("response ends with: 'I think it is") == 3
+
+
+def test_grader_failures_are_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = runner(rm_type="math", rm_timeout=0.3, rm_num_workers=1)
+    made.start()
+    assert score(made, samples(r"\boxed{2x}", r"\boxed{x^{9^{9^{9}}}}", label="x+x")) == [1, 0]
+    assert made.take_counts() == {"rollout/grader_timeouts": 1.0, "rollout/grader_errors": 0.0}
+    assert made.take_counts() == {"rollout/grader_timeouts": 0.0, "rollout/grader_errors": 0.0}
+    made.close()
