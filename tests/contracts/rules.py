@@ -57,9 +57,13 @@ OPTIONAL_IMPORTS = ("observe/trackers.py", "loop/on_ray.py")  # they guard a dep
 # Where a broad except may stand, as file::function: each turns what it catches into a counted or reported failure.
 FAULT_BOUNDARIES = {
     "plugins.py::_import_module",
+    "plugins.py::invoke",
     "text/tokenizer.py::load_tokenizer",
     "loop/worker.py::run_guarded",
     "engine/local.py::_serve",
+    "rollout/client.py::_dispatch",
+    "rollout/custom_reward.py::_call",
+    "rollout/rm_hub/fork_server.py::work",
 }
 
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")
