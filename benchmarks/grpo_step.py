@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
 from statistics import median
@@ -118,10 +117,11 @@ def limit(spec: Any, device: str, dtype: torch.dtype, share: float) -> dict[str,
     prompts = [length for length in LENGTHS["prompt_lengths"] for _ in range(8)]
     answers = [max(1, round(length * share)) for length in LENGTHS["answer_lengths"]]
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    kv_tokens = sum(answer * prompt + answer * (answer + 1) // 2 for prompt, answer in zip(prompts, answers, strict=True))
+    pairs = list(zip(prompts, answers, strict=True))
+    kv_tokens = sum(answer * prompt + answer * (answer + 1) // 2 for prompt, answer in pairs)
     weight_bytes = spec.num_parameters * dtype.itemsize
     bytes_read = weight_bytes * max(answers) + kv_bytes * kv_tokens
-    lengths = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    lengths = [prompt + answer for prompt, answer in pairs]
     rates = {"copy_gb_per_s": copy_rate(device) / 1e9, "matrix_tflops": matrix_rate(device, dtype) / 1e12}
     decode_s = bytes_read / (rates["copy_gb_per_s"] * 1e9)
     train_s = 6 * spec.num_parameters * sum(lengths) / (rates["matrix_tflops"] * 1e12)

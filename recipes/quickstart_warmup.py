@@ -151,7 +151,8 @@ def main() -> None:
             ("B", 60, 5e-4, TERSE_SHARE),
         ]:
             run_phase(model, tokenizer, name=name, steps=steps, lr=lr, terse_share=terse_share, seed=arguments.seed)
-        export_hf(arguments.output, source=folder, tensors=to_hf(spec, dict(model.named_parameters())), dtype=torch.float32)
+        tensors = to_hf(spec, dict(model.named_parameters()))
+        export_hf(arguments.output, source=folder, tensors=tensors, dtype=torch.float32)
 
 
 if __name__ == "__main__":

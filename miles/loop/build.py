@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from miles.checkpoint.load import load_checkpoint
@@ -18,8 +19,8 @@ from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
-from miles.evals.run import evaluate
-from miles.evals.suites import load_suites
+from miles.evals.run import EvalResult, evaluate
+from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import plan_schedule
@@ -28,6 +29,7 @@ from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
 from miles.model.spec import ModelSpec, load_spec
+from miles.observe.heartbeat import Heartbeat
 from miles.observe.log import get_logger
 from miles.observe.metrics import MetricsWriter
 from miles.observe.timers import Timers
@@ -39,6 +41,54 @@ from miles.text.tokenizer import Tokenizer, load_tokenizer
 from miles.trainer.trainer import LocalTrainer
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Writers:
+    """What writes and scores answers on the engine, or takes given ones, and how far it is."""
+
+    config: RunConfig
+    source: PromptSource
+    suites: list[EvalSuite]
+    engine: LocalEngine | None
+    rewards: RewardRunner | None
+    max_context_len: int
+    heartbeat: Heartbeat
+
+    def producer(self) -> Producer | SftProducer:
+        if self.config.algorithm.loss_type == "sft_loss":
+            return SftProducer(self.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
+        return Producer(
+            self.config,
+            client=self.client,
+            source=self.source,
+            rewards=self._rewards,
+            max_context_len=self.max_context_len,
+            progress=self.progress,
+        )
+
+    async def evaluate(self) -> EvalResult:
+        return await evaluate(
+            self.suites,
+            config=self.config,
+            client=self.client,
+            rewards=self._rewards,
+            max_context_len=self.max_context_len,
+            progress=self.progress,
+        )
+
+    @cached_property
+    def client(self) -> EngineClient:
+        assert self.engine is not None, "answers are written on an engine"
+        return EngineClient(self.engine)
+
+    @property
+    def _rewards(self) -> RewardRunner:
+        assert self.rewards is not None, "rules.py demands a reward where answers are written"
+        return self.rewards
+
+    def progress(self, done: int, total: int) -> None:
+        self.heartbeat.progress(f"{done} of {total} groups")
 
 
 @contextmanager
@@ -77,18 +127,19 @@ def _assemble(
     placement = place(config.model, spec)
     logger.info(placement.describe())
     model = _load_weights(model_folder, spec, placement)
-    reference = _load_reference(config, model_folder, placement)
-    trainer = LocalTrainer(model, reference, config, total_steps=schedule.num_steps)
+    trainer = LocalTrainer(
+        model,
+        _load_reference(config, model_folder, placement),
+        config,
+        total_steps=schedule.num_steps,
+        teacher=_load_teacher(config, spec, placement),
+        critic=_load_critic(config, model_folder, placement),
+    )
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
-    is_sft = config.algorithm.loss_type == "sft_loss"
-    engine = None if is_sft and not suites else _start_engine(config, model, tokenizer, placement, stack)
-    client = EngineClient(engine) if engine is not None else None
-
-    def progress(done: int, total: int) -> None:
-        heartbeat.progress(f"{done} of {total} groups")
-
-    writing = {"client": client, "rewards": rewards, "max_context_len": max_context_len, "progress": progress}
+    needs_engine = config.algorithm.loss_type != "sft_loss" or suites
+    engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
+    writers = Writers(config, source, suites, engine, rewards, max_context_len, heartbeat)
     run = Run(
         config=config,
         folder=folder,
@@ -98,9 +149,9 @@ def _assemble(
         schedule=schedule,
         source=source,
         rewards=rewards,
-        producer=_sft_producer(config, source) if is_sft else Producer(config, source=source, **writing),
+        producer=writers.producer(),
         engine=engine,
-        evaluate=partial(evaluate, suites, config=config, **writing) if suites else None,
+        evaluate=writers.evaluate if suites else None,
         trainer=trainer,
         metrics=metrics,
         timers=Timers(on_phase=heartbeat.set_phase),
@@ -116,10 +167,6 @@ def _start_engine(
     engine = LocalEngine(model, tokenizer, config.engine, device=placement.device)
     stack.callback(engine.close)
     return engine
-
-
-def _sft_producer(config: RunConfig, source: PromptSource) -> SftProducer:
-    return SftProducer(source, rollout_batch_size=config.rollout.rollout_batch_size)
 
 
 def context_len(config: RunConfig, spec: ModelSpec) -> int:
@@ -166,7 +213,30 @@ def _load_weights(folder: Path, spec: ModelSpec, placement: Placement) -> Decode
 
 def _load_reference(config: RunConfig, start: Path, placement: Placement) -> Decoder | None:
     """The model of the KL term: frozen, the start weights unless `--ref-load` names others."""
-    if not config.algorithm.use_kl_loss:
+    if not config.algorithm.use_kl_loss and config.algorithm.kl_coef == 0.0:
         return None
     folder = resolve_model(config.model.ref_load) if config.model.ref_load else start
     return _load_weights(folder, load_spec(folder), placement).requires_grad_(False)
+
+
+def _load_teacher(config: RunConfig, student: ModelSpec, placement: Placement) -> Decoder | None:
+    """The model that is distilled from: frozen, with the student's vocabulary."""
+    if not config.algorithm.use_opd:
+        return None
+    assert config.algorithm.opd_teacher_load is not None, "rules.py demands --opd-teacher-load"
+    folder = resolve_model(config.algorithm.opd_teacher_load)
+    spec = load_spec(folder)
+    if spec.vocab_size != student.vocab_size:
+        raise ConfigError(
+            f"--opd-teacher-load {folder} has {spec.vocab_size} token ids and the student {student.vocab_size}: a "
+            "teacher judges the student's own tokens and must have its vocabulary"
+        )
+    return _load_weights(folder, spec, placement).requires_grad_(False)
+
+
+def _load_critic(config: RunConfig, start: Path, placement: Placement) -> Decoder | None:
+    """The model under the value head of ppo: the start weights unless `--critic-load` names others."""
+    if config.algorithm.advantage_estimator != "ppo" or config.algorithm.loss_type == "sft_loss":
+        return None
+    folder = resolve_model(config.critic.critic_load) if config.critic.critic_load else start
+    return _load_weights(folder, load_spec(folder), placement)

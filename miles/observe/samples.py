@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ SCHEMA = pyarrow.schema(
 )
 
 
-def write_samples(path: Path, samples_by_set: dict[str, Sequence[Sample]], *, reward_key: str | None = None) -> None:
+def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *, reward_key: str | None = None) -> None:
     """Write samples; a file of that name is replaced whole. A dict reward is stored as its `reward_key` field."""
     rows = [_row(name, sample, reward_key) for name, samples in samples_by_set.items() for sample in samples]
     path.parent.mkdir(parents=True, exist_ok=True)
