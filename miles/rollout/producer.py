@@ -81,7 +81,7 @@ class Producer:
 
 
 def rollout_sampling(config: RunConfig) -> SamplingParams:
-    rollout = config.rollout
+    rollout, algorithm = config.rollout, config.algorithm
     return SamplingParams(
         max_new_tokens=rollout.rollout_max_response_len,
         temperature=rollout.rollout_temperature,
@@ -91,6 +91,8 @@ def rollout_sampling(config: RunConfig) -> SamplingParams:
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
         skip_special_tokens=rollout.rollout_skip_special_tokens,
+        return_kept_tokens=True,  # sampling replay: where tokens were cut, the trainer scores over the same ones
+        num_top_log_probs=algorithm.score_centering_top_k if algorithm.use_score_centering else 0,
     )
 
 

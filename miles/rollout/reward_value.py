@@ -31,3 +31,10 @@ def reward_value(sample: Sample, reward_key: str | None) -> float:
     reward = sample.reward[reward_key] if isinstance(sample.reward, dict) and reward_key else sample.reward
     assert isinstance(reward, (int, float)), f"sample {sample.index} has not been scored"
     return reward
+
+
+def reward_values(sample: Sample) -> dict[str, float] | None:
+    """The numbers of a dict reward by field; None when the reward is no dict."""
+    if not isinstance(sample.reward, dict):
+        return None
+    return {key: float(value) for key, value in sample.reward.items() if isinstance(value, (int, float))}

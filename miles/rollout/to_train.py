@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from miles.rollout.reward_value import reward_value
+from miles.rollout.reward_value import reward_value, reward_values
 from miles.types import Sample, SampleStatus, TrainSample
 
 
@@ -33,4 +33,7 @@ def _to_train(sample: Sample, reward_key: str | None) -> TrainSample:
         weight_versions=sample.weight_versions,
         truncated=sample.status is SampleStatus.TRUNCATED,
         kept_token_ids=sample.kept_token_ids,
+        top_token_ids=sample.top_token_ids,
+        top_log_probs=sample.top_log_probs,
+        rewards=reward_values(sample),
     )

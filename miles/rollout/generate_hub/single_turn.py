@@ -31,6 +31,7 @@ async def generate(
     sample.rollout_log_probs = result.log_probs
     sample.weight_versions = result.weight_versions
     sample.kept_token_ids = result.kept_token_ids
+    sample.top_token_ids, sample.top_log_probs = result.top_token_ids, result.top_log_probs
     sample.cached_tokens = result.cached_tokens
     sample.status = _STATUS[result.finish_reason]
     return result

@@ -111,7 +111,7 @@ def _equal_values(label: Quantity, answer: Quantity) -> bool | None:
         with_sign, without = (expected, value) if label.percent else (value, expected)
         return without in (with_sign, with_sign / 100)
     for known, other in ((expected, answer.text), (value, label.text)):
-        if known is not None and not _LETTERS.search(other):
+        if known is not None and not _LETTERS.search(other) and "|" not in other:
             return False  # digits and signs that make no number
     return None
 
@@ -146,7 +146,7 @@ def _plain(text: str) -> str:
     """For comparison as text: words in lower case; symbols without spaces, except between digits."""
     if is_words(text):
         return re.sub(r"\s+", " ", _without_text(text)).strip(" .,!").lower()
-    text = re.sub(r"(?<=\d)\s+(?=\d)", "\0", text).replace(" ", "")
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "\0", text).replace(" ", "").removeprefix("+")
     return re.sub(r"\{(\w)\}", r"\1", text)
 
 

@@ -48,11 +48,13 @@ _REALS = Items("()", (Leaf(Quantity(r"-\infty")), Leaf(Quantity(r"\infty"))))
 _MATRIX = re.compile(r"\\begin\{([pbB]|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{[a-zA-Z]+\}", re.DOTALL)
 _MEMBERSHIP = re.compile(r"[a-zA-Z]\s*\\in(?![a-zA-Z])\s*(.+)", re.DOTALL)
 _SYMBOL = re.compile(
-    r"[a-zA-Z](?:_\{?\w+\}?|')?|\\(?!pi\b)[a-zA-Z]+|[a-zA-Z]\(\s*[a-zA-Z]\s*\)|\\text\{[a-zA-Z ]+\}|[a-zA-Z]{2,}"
+    r"[a-zA-Z](?:_\{?\w+\}?|')?|\\(?!pi\b)[a-zA-Z]+|[a-zA-Z](?:\^\{-1\})?\(\s*[a-zA-Z]\s*\)"
+    r"|\\text\{[a-zA-Z ]+\}|[a-zA-Z]{2,}"
 )
 _RELATION = re.compile(r"<|>|\\(?:le|ge|ne|lt|gt)(?![a-zA-Z])|!=")
 _OR_AND = re.compile(r"(?<![a-zA-Z\\])(?:or|and)(?![a-zA-Z])")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
+_WHOLE_TEXT = re.compile(r"^\\text\s*\{((?:[^{}a-zA-Z]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))*)\}$")  # without a word in it
 _SET = re.compile(r"\\\{(.*)\\\}", re.DOTALL)
 
 
@@ -77,7 +79,7 @@ def leaves(structure: Structure) -> Iterable[Quantity]:
 
 def _parse(text: str, *, inside: bool = False) -> Structure:
     """`inside` brackets a comma between digits separates items, never thousands."""
-    text = _unwrap(strip_formatting(text) if _is_plain_wrapper(text) else text)
+    text = _unwrap(_WHOLE_TEXT.sub(r"\1", strip_formatting(text) if _is_plain_wrapper(text) else text))
     if not inside and not text.startswith(("(", "[", "\\{")):
         text = merge_thousands(text)
     for parse_kind in (_parse_list, _parse_plus_minus, _parse_equation, _parse_membership, _parse_brackets):

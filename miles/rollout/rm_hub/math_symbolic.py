@@ -58,6 +58,8 @@ def _symbolic_leaf(label: Quantity, answer: Quantity) -> bool | None:
         return None
     if "=" in label.text and "=" in answer.text:
         return _equal_equations(label.text, answer.text)
+    if label.text != answer.text and label.text.lower() == answer.text.lower():
+        return False  # math-verify reads some capital letters as small ones
     expected, given = _expression(label.text), _expression(answer.text)
     if not isinstance(expected, sympy.Expr) or not isinstance(given, sympy.Expr):
         return False
