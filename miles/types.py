@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 
 class SampleStatus(str, enum.Enum):
     """What became of an answer. `truncated`: it met a length limit. `failed`: it could not be generated or scored."""
@@ -46,7 +48,9 @@ class Sample:
     status: SampleStatus = SampleStatus.PENDING
     remove_sample: bool = False  # keeps the sample in the batch with a loss mask of zeros
     metadata: dict[str, Any] = field(default_factory=dict)
-    kept_token_ids: list[list[int]] | None = None  # per token: the ids that top-k, top-p or min-p left (sampling replay)
+    kept_token_ids: list[np.ndarray] | None = None  # per token: ids that top-k, top-p or min-p left (sampling replay)
+    top_token_ids: list[np.ndarray] | None = None  # per token: the most likely ids, for score centering
+    top_log_probs: list[np.ndarray] | None = None  # their log-probs
     cached_tokens: int = 0  # prompt tokens served from the prefix index
 
     @property
@@ -67,6 +71,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # also ignores the model's own stop ids; used by benchmarks with forced lengths
     return_kept_tokens: bool = False
+    num_top_log_probs: int = 0  # also return this many most likely ids of each token with their log-probs
     skip_special_tokens: bool = True  # leave special tokens out of the text of the answer
 
     @property
@@ -86,7 +91,7 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One answer to write. `noise_key` fixes every random draw of it: the same key gives the same draws in any batch."""
+    """One answer to write. `noise_key` fixes every random draw of it: the same key, same draws, in any batch."""
 
     request_id: int
     prompt_ids: Sequence[int]
@@ -110,7 +115,9 @@ class GenerationResult:
     finish_reason: FinishReason
     text: str = ""
     cached_tokens: int = 0  # prompt tokens served from the prefix index
-    kept_token_ids: list[list[int]] | None = None
+    kept_token_ids: list[np.ndarray] | None = None  # int32
+    top_token_ids: list[np.ndarray] | None = None  # int32, most likely first
+    top_log_probs: list[np.ndarray] | None = None  # float32
     error: str | None = None
 
 
@@ -158,7 +165,10 @@ class TrainSample:
     rollout_log_probs: list[float] | None = None
     weight_versions: list[int] | None = None
     truncated: bool = False
-    kept_token_ids: list[list[int]] | None = None
+    kept_token_ids: list[np.ndarray] | None = None
+    top_token_ids: list[np.ndarray] | None = None
+    top_log_probs: list[np.ndarray] | None = None
+    rewards: dict[str, float] | None = None  # the numbers of a reward that is a dict
 
 
 @dataclass(slots=True)

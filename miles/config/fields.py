@@ -29,6 +29,7 @@ class Bounds:
 
 AT_LEAST_ONE = Bounds("at least 1", low=1)
 NOT_NEGATIVE = Bounds("at least 0", low=0)
+ABOVE_ONE = Bounds("above 1", low=1, low_open=True)
 ABOVE_ZERO = Bounds("above 0", low=0, low_open=True)
 FRACTION = Bounds("from 0 to 1", low=0, high=1)
 FRACTION_BELOW_ONE = Bounds("from 0 to below 1", low=0, high=1, high_open=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, Flag, flatten, spelling
+from miles.config.loss_rules import loss_violations
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
 from miles.errors import ConfigError
@@ -59,14 +60,14 @@ def _required(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     if reward.rm_type is None and reward.custom_rm_path is None:
-        if config.algorithm.loss_type == "policy_loss":
+        if config.algorithm.loss_type != "sft_loss":
             yield "--rm-type or --custom-rm-path is missing: policy_loss learns from a reward"
         elif config.eval.eval_interval is not None:
             yield "--rm-type or --custom-rm-path is missing: evaluation scores answers with a reward"
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one answer at a time"
-    if reward.rm_type == "math" and reward.custom_rm_path is None and config.data.label_key is None:
-        yield "--rm-type math needs --label-key, the column of the right answer"
+    if reward.rm_type in ("math", "boxed_math") and reward.custom_rm_path is None and config.data.label_key is None:
+        yield f"--rm-type {reward.rm_type} needs --label-key, the column of the right answer"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -85,7 +86,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield f"--rollout-max-response-len {answer} leaves no room for a prompt in --rollout-max-context-len {context}"
     if context is not None and prompt is not None and prompt >= context:
         yield f"--rollout-max-prompt-len {prompt} leaves no room for an answer in --rollout-max-context-len {context}"
-    if config.algorithm.loss_type == "policy_loss":
+    if config.algorithm.loss_type != "sft_loss":
         yield from _sampling_for_training(config)
 
 
@@ -96,28 +97,6 @@ def _sampling_for_training(config: RunConfig) -> Iterator[str]:
             "--rollout-temperature 0 is greedy: all answers of a group would be equal and nothing could be learned; "
             "use a value above 0 (--eval-temperature 0 evaluates greedily)"
         )
-    cuts = {
-        "--rollout-top-p": (rollout.rollout_top_p, rollout.rollout_top_p < 1, "1"),
-        "--rollout-top-k": (rollout.rollout_top_k, rollout.rollout_top_k > 0, "-1"),
-        "--rollout-min-p": (rollout.rollout_min_p, rollout.rollout_min_p > 0, "0"),
-    }
-    for flag, (value, cuts_tokens, off) in cuts.items():
-        if cuts_tokens:
-            yield (
-                f"{flag} {value} cannot be trained on: answers would be drawn from fewer tokens than the trainer "
-                f"scores them over, which makes every ratio wrong; use {off} (--eval-top-p and --eval-top-k are free)"
-            )
-
-
-def _groups(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    policy = algorithm.loss_type == "policy_loss"
-    if policy and config.rollout.n_samples_per_prompt == 1 and not algorithm.disable_rewards_normalization:
-        yield (
-            "--n-samples-per-prompt 1 gives groups of one answer: compared with its own mean and standard deviation "
-            "every reward becomes an advantage of 0; use at least 2, or --disable-rewards-normalization to take "
-            "rewards as they are"
-        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -125,7 +104,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if total < 1:
         return
     shown = f"--rollout-batch-size {config.rollout.rollout_batch_size}"
-    if config.algorithm.loss_type == "policy_loss":
+    if config.algorithm.loss_type != "sft_loss":
         shown += f" x --n-samples-per-prompt {config.rollout.n_samples_per_prompt} = {total} samples"
     size, steps = batch.global_batch_size, batch.num_steps_per_rollout
     if size is not None and size >= 1 and total % size:
@@ -147,14 +126,6 @@ def _divisors(total: int, wanted: int) -> str:
         :1
     ]
     return " or ".join(str(number) for number in near) + " would"
-
-
-def _loss(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
-        yield f"--kl-loss-coef {algorithm.kl_loss_coef} would be ignored: add --use-kl-loss, or leave it out"
-    if algorithm.loss_type == "sft_loss" and algorithm.use_kl_loss:
-        yield "--use-kl-loss belongs to --loss-type policy_loss, not sft_loss"
 
 
 def _optimizer(config: RunConfig) -> Iterator[str]:
@@ -203,10 +174,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _required,
     _bounds,
     _sampling,
-    _groups,
     _batches,
     _reward,
-    _loss,
+    loss_violations,
     _optimizer,
     _evaluation,
     _layout,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles.config.fields import (
+    ABOVE_ONE,
     ABOVE_ZERO,
     AT_LEAST_ONE,
     FRACTION,
@@ -22,6 +23,14 @@ from miles.config.fields import (
 
 TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
 SEED = Bounds("from 0 to 2^63 - 1", low=0, high=2**63 - 1)
+ESTIMATORS = (
+    *("grpo", "gspo", "dr_grpo", "rloo", "max_rl"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+)
+CORRECTIONS = (
+    *("none", "tis", "sequence_tis", "icepop", "masked_is", "sequence_masked_is"),
+    *("geometric", "decoupled"),
+)
 PORTION_OF_GPU = Bounds("between 0 and 1", low=0, high=1, low_open=True, high_open=True)
 
 
@@ -111,6 +120,9 @@ class RewardConfig:
         None, "import path of a reward, plain or async: f(args, sample) -> number or dict"
     )
     reward_key: str | None = flag(None, "field of a reward that is a dict")
+    reward_keys: tuple[str, ...] = flag(
+        (), "several fields of a dict reward: advantages of each on its own, then summed (GDPO)"
+    )
     group_rm: bool = flag(False, "call the custom reward once per group: f(args, samples) -> list")
     rm_timeout: float = flag(
         0.8, "longest time a built-in grader may take for one answer", unit="s", bounds=ABOVE_ZERO, resume=True
@@ -123,22 +135,117 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantage and loss"""
+    """Advantage and loss (every formula: docs/algorithms.md)"""
 
-    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=("grpo",))
+    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=ESTIMATORS)
     disable_grpo_std_normalization: bool = flag(False, "do not divide by the standard deviation of the group")
     disable_rewards_normalization: bool = flag(False, "use the rewards as advantages as they are")
-    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss"))
+    normalize_advantages: bool = flag(False, "standardise over all tokens of the rollout")
+    gamma: float = flag(1.0, "discount of a token's return (ppo, reinforce_plus_plus)", bounds=FRACTION)
+    lambd: float = flag(1.0, "lambda of the generalised advantage estimation (ppo)", bounds=FRACTION)
+    kl_coef: float = flag(0.0, "weight of a KL penalty in the reward of each token", bounds=NOT_NEGATIVE)
+    overlong_buffer_len: int | None = flag(
+        None,
+        "an answer loses reward over this many last tokens before --rollout-max-response-len (DAPO)",
+        unit="tokens",
+        bounds=AT_LEAST_ONE,
+    )
+    overlong_penalty_factor: float = flag(
+        1.0, "what an answer of full length loses with --overlong-buffer-len", unit="reward", bounds=NOT_NEGATIVE
+    )
+    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
+    policy_objective: str = flag(
+        "auto",
+        "what policy_loss makes of the ratio; auto: gspo with that estimator, else clip",
+        choices=("auto", "clip", "gspo", "cispo", "sapo"),
+    )
+    custom_loss_function_path: str | None = flag(
+        None, "import path of the loss for custom_loss: f(args, log_probs, entropy, inputs) -> loss of each token"
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        "import path of what averages the tokens: f(total_lengths, response_lengths, loss_masks, "
+        "calculate_per_token_loss) -> function of the values of all response tokens",
+    )
     eps_clip: float = flag(
         0.2, "lower clip range of the ratio, and upper when --eps-clip-high is not set", bounds=ABOVE_ZERO
     )
     eps_clip_high: float | None = flag(None, "upper clip range of the ratio", bounds=ABOVE_ZERO)
+    eps_clip_c: float | None = flag(
+        None, "dual clip: most that a bad token may cost, as a multiple of its advantage", bounds=ABOVE_ONE
+    )
+    sapo_tau_pos: float = flag(1.0, "how fast sapo fades where the advantage is positive", bounds=ABOVE_ZERO)
+    sapo_tau_neg: float = flag(1.05, "how fast sapo fades where the advantage is negative", bounds=ABOVE_ZERO)
     calculate_per_token_loss: bool = flag(False, "mean over all tokens of the step instead of a mean per answer first")
+    loss_constant_length: int | None = flag(
+        None,
+        "divide the sum over the tokens of an answer by this; default with dr_grpo: --rollout-max-response-len",
+        unit="tokens",
+        bounds=AT_LEAST_ONE,
+    )
     use_kl_loss: bool = flag(False, "add a KL term to the reference model")
     kl_loss_coef: float = flag(0.0, "weight of the KL term", bounds=NOT_NEGATIVE)
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    use_unbiased_kl: bool = flag(False, "multiply the KL term by the ratio, which gives it the gradient of the KL")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     use_rollout_logprobs: bool = flag(False, "the engine's log-probs are the old policy")
+    off_policy_correction: str = flag(
+        "auto",
+        "weight of tokens that the engine or older weights drew; auto: tis once a sample is older than the weights",
+        choices=("auto", *CORRECTIONS),
+    )
+    use_tis: bool = flag(False, "the same as --off-policy-correction tis")
+    tis_clip: float | None = flag(None, "highest weight; default by correction, 2 for tis", bounds=ABOVE_ZERO)
+    tis_clip_low: float | None = flag(None, "lowest weight; default by correction, 0 for tis", bounds=NOT_NEGATIVE)
+    veto_threshold: float | None = flag(
+        None, "drop an answer that has a token whose weight is below this, for example 1e-4", bounds=ABOVE_ZERO
+    )
+    custom_tis_function_path: str | None = flag(
+        None, "import path of a correction: f(args, pg_loss, train_log_probs, ...) -> pg_loss, loss_masks, metrics"
+    )
+    use_opsm: bool = flag(False, "drop bad answers that the policy has moved away from")
+    opsm_delta: float = flag(1e-4, "mean log-ratio beyond which --use-opsm drops", unit="nat", bounds=NOT_NEGATIVE)
+    use_score_centering: bool = flag(False, "take the engine's mean score from the score of each token")
+    score_centering_top_k: int = flag(
+        64, "most likely tokens that the engine returns for it", unit="tokens", bounds=AT_LEAST_ONE
+    )
+    use_opd: bool = flag(False, "distil from a teacher on the policy's own answers")
+    opd_teacher_load: str | None = flag(None, "model folder of the teacher, with the same vocabulary")
+    opd_kl_coef: float = flag(1.0, "weight of the distance to the teacher", bounds=NOT_NEGATIVE)
+    opd_log_prob_top_k: int = flag(
+        0, "compare over the teacher's k most likely tokens; 0: by the drawn token alone", bounds=NOT_NEGATIVE
+    )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Critic of --advantage-estimator ppo"""
+
+    critic_load: str | None = flag(None, "model folder that the critic starts from; default: --hf-checkpoint")
+    critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", bounds=NOT_NEGATIVE)
+    critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", unit="steps", bounds=NOT_NEGATIVE)
+    num_critic_only_steps: int = flag(
+        0, "first rollouts that train the critic alone", unit="rollouts", bounds=NOT_NEGATIVE
+    )
+    value_clip: float = flag(0.2, "largest useful change of a value in one rollout", bounds=ABOVE_ZERO)
+    critic_save: str | None = flag(
+        None, "public name of a folder for the critic; it is part of every checkpoint", effect=SATISFIED
+    )
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Checks of the numbers while training"""
+
+    max_logprob_gap: float = flag(
+        1.0,
+        "stop when trainer and engine differ by more than this on average; 0: never",
+        unit="nat",
+        bounds=NOT_NEGATIVE,
+        resume=True,
+    )
+    ci_test: bool = flag(False, "strict limits on ratio, clipping and gap in every rollout", resume=True)
+    ci_disable_kl_checker: bool = flag(False, "no check of ratio and clipping, at the first step either", resume=True)
 
 
 @dataclass(frozen=True)
@@ -311,6 +418,8 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    checks: CheckConfig = field(default_factory=CheckConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -125,9 +125,11 @@ class EngineCore:
         table, rows_R, tokens_R, log_probs_R = self.table, plan.drawn_rows_R, drawn.tokens_R, drawn.log_probs_R
         self.counts["steps"] += 1
         self.counts["computed_tokens"] += int(plan.num_new_B.sum())
+        places_R = np.arange(len(rows_R))  # in what was drawn
         if drawn.failures:
             self._fail(rows_R, drawn.failures)
-            healthy_R = np.array([i not in drawn.failures for i in range(len(rows_R))])
+            healthy_R = np.array([i not in drawn.failures for i in places_R.tolist()])
+            places_R = places_R[healthy_R]
             rows_R, tokens_R, log_probs_R = rows_R[healthy_R], tokens_R[healthy_R], log_probs_R[healthy_R]
         table.append(rows_R, tokens_R, log_probs_R, self.version)
         self.counts["drawn_tokens"] += len(rows_R)
@@ -135,7 +137,9 @@ class EngineCore:
         for i in np.flatnonzero(table.scanned[rows_R]).tolist():
             live = table.live[rows_R[i]]
             if live.kept is not None:
-                live.kept.append(drawn.kept[i])
+                live.kept.append(drawn.kept[int(places_R[i])])
+            if live.top is not None:
+                live.top.append(drawn.top[int(places_R[i])])
             if live.request.sampling.stop:
                 stopped_R[i] |= live.detokenizer.append([int(tokens_R[i])])
         ended_R = stopped_R | (table.length[rows_R] >= table.limit[rows_R])

@@ -40,6 +40,8 @@ class Intake:
                 )
             if sampling.return_kept_tokens and sampling.cuts_tokens:
                 live.kept = []
+            if sampling.num_top_log_probs > 0:
+                live.top = []
         return live, refusal
 
     def _refusal(self, live: LiveRequest) -> str | None:

@@ -31,7 +31,8 @@ class LiveRequest:
     output_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
     log_probs: np.ndarray = field(default_factory=lambda: _NO_LOG_PROBS)
     versions: np.ndarray = field(default_factory=lambda: _NO_IDS)
-    kept: list[list[int]] | None = None  # None unless asked for and something can be cut
+    kept: list[np.ndarray] | None = None  # None unless asked for and something can be cut
+    top: list[tuple[np.ndarray, np.ndarray]] | None = None  # None unless asked for
     cached_tokens: int = 0
 
     def result(self, reason: FinishReason, *, error: str | None = None) -> GenerationResult:
@@ -50,6 +51,8 @@ class LiveRequest:
             text=text,
             cached_tokens=self.cached_tokens,
             kept_token_ids=self.kept,
+            top_token_ids=None if self.top is None else [ids for ids, _ in self.top],
+            top_log_probs=None if self.top is None else [log_probs for _, log_probs in self.top],
             error=error,
         )
 
@@ -121,7 +124,7 @@ class RequestTable:
         self.occupied[row], self.waits[row] = True, False
         self.greedy[row] = sampling.temperature == 0.0
         self.cut[row] = sampling.cuts_tokens
-        self.scanned[row] = bool(sampling.stop) or live.kept is not None
+        self.scanned[row] = bool(sampling.stop) or live.kept is not None or live.top is not None
         self.prompt_len[row], self.length[row], self.computed[row], self.limit[row] = prompt_len, length, 0, live.limit
         self.order[row], self.num_blocks[row], self.stop_set[row] = live.order, 0, live.stop_set
         self.key[row : row + 1] = np.array([live.request.noise_key % 2**64], dtype=np.uint64).view(np.int64)

@@ -18,13 +18,14 @@ from miles.ops.sampling import Cuts, row_seeds, sample
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of one step on the host. `failures` and `kept` hold only the rows (0 to R - 1) that need them: what was
-    wrong with the logits, and the ids that the cuts left."""
+    """Tokens of one step on the host. `failures`, `kept` and `top` hold only the rows (0 to R - 1) that need them: what
+    was wrong with the logits, the ids that the cuts left, and the most likely ids with their log-probs."""
 
     tokens_R: np.ndarray
     log_probs_R: np.ndarray
     failures: dict[int, str]
-    kept: dict[int, list[int]]
+    kept: dict[int, np.ndarray]
+    top: dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
@@ -46,12 +47,32 @@ def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
     )
     finite_R = drawn.finite_R.cpu().numpy()
     failures = {} if finite_R.all() else {i: _describe(logits_RV[i]) for i in np.flatnonzero(~finite_R).tolist()}
-    kept = {}
-    for i in np.flatnonzero(table.scanned[rows_R] & cut_R).tolist():
-        live = table.live[rows_R[i]]
-        if live is not None and live.kept is not None:
-            kept[i] = logits_RV[i].isfinite().nonzero().squeeze(1).tolist()
-    return Drawn(drawn.tokens_R.cpu().numpy(), drawn.log_probs_R.cpu().numpy(), failures, kept)
+    scanned = [(i, table.live[rows_R[i]]) for i in np.flatnonzero(table.scanned[rows_R]).tolist()]
+    kept = _kept(logits_RV, [i for i, live in scanned if live is not None and live.kept is not None])
+    num_top = {i: live.request.sampling.num_top_log_probs for i, live in scanned if live is not None}
+    top = _top(logits_RV, {i: num for i, num in num_top.items() if num > 0})
+    return Drawn(drawn.tokens_R.cpu().numpy(), drawn.log_probs_R.cpu().numpy(), failures, kept, top)
+
+
+def _kept(logits_RV: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
+    """The ids that the cuts left in these rows, int32, fetched from the device at once."""
+    if not rows:
+        return {}
+    places_N2 = logits_RV[rows].isfinite().nonzero().to(torch.int32).cpu().numpy()
+    starts = np.searchsorted(places_N2[:, 0], np.arange(1, len(rows)))
+    # copies: a view would keep the ids of all rows alive for as long as those of one
+    return {i: ids.copy() for i, ids in zip(rows, np.split(places_N2[:, 1], starts), strict=True)}
+
+
+def _top(logits_RV: Tensor, num_top: dict[int, int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """The most likely ids of these rows (int32) and their log-probs (float32), most likely first."""
+    if not num_top:
+        return {}
+    tempered_RV = logits_RV[list(num_top)]
+    best = tempered_RV.topk(min(max(num_top.values()), tempered_RV.shape[1]))
+    log_probs = (best.values - tempered_RV.logsumexp(-1, keepdim=True)).cpu().numpy()
+    ids = best.indices.to(torch.int32).cpu().numpy()
+    return {i: (ids[row, :num], log_probs[row, :num]) for row, (i, num) in enumerate(num_top.items())}
 
 
 def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload: Callable[[np.ndarray], Tensor]) -> Cuts:

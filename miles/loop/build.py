@@ -19,6 +19,7 @@ from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
+from miles.errors import ConfigError
 from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.placement import Placement, memory_used_and_free_gb, place

@@ -11,22 +11,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles.errors import TrainError
 from miles.model.context import ForwardContext, packed_context
+from miles.ops.logprob import KeptIds
 from miles.trainer.packing import pack
+from miles.trainer.partition import TopLogProbs
 from miles.types import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The trained tokens of one sample. Place `rows[i]` of the sample's tokens predicts `ids[i]`."""
+    """The trained tokens of one sample. Place `rows[i]` of the sample's tokens predicts `ids[i]`, among the ids
+    `kept[i]` when top-k, top-p or min-p had cut the others."""
 
     ids: list[int]
     rows: list[int]
+    kept: list[np.ndarray] | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -42,6 +48,7 @@ class TokenBatch:
     targets: list[Targets]
     lengths_S: Tensor  # trained tokens of each sample
     rollout_log_probs_R: Tensor | None  # the engine's; None when the samples have none
+    engine_top: TopLogProbs | None = None  # the engine's most likely tokens; None when it was not asked for them
 
     @property
     def num_tokens(self) -> int:
@@ -59,14 +66,15 @@ class TokenBatch:
     def part(self, start: int, stop: int) -> tuple[TokenBatch, slice]:
         """Samples `start` to `stop - 1`, and where their tokens lie in the vectors of this batch."""
         first, last = int(self.lengths_S[:start].sum()), int(self.lengths_S[:stop].sum())
-        rollout = self.rollout_log_probs_R
+        rollout, top, places = self.rollout_log_probs_R, self.engine_top, slice(first, last)
         part = TokenBatch(
             self.samples[start:stop],
             self.targets[start:stop],
             self.lengths_S[start:stop],
-            None if rollout is None else rollout[first:last],
+            None if rollout is None else rollout[places],
+            None if top is None else top.take(places),
         )
-        return part, slice(first, last)
+        return part, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,8 @@ class MicroBatch:
     rows_R: Tensor
     targets_R: Tensor
     places_R: Tensor
+    lengths_S: Tensor  # trained tokens of each of its samples
+    kept: KeptIds | None
     learns: bool  # False: scored for the metrics only, without a backward pass
 
 
@@ -90,7 +100,7 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
     rollout_log_probs: list[float] = []
     broken: list[int] = []
     for sample in samples:
-        trained = _trained_log_probs(sample)
+        trained = _trained(sample, sample.rollout_log_probs, "log-probs")
         rollout_log_probs += trained
         if not all(map(math.isfinite, trained)):
             broken.append(sample.index)
@@ -98,7 +108,8 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
         raise TrainError(
             f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated"
         )
-    return TokenBatch(list(samples), targets, lengths_S, torch.tensor(rollout_log_probs, device=device))
+    rollout_log_probs_R = torch.tensor(rollout_log_probs, device=device)
+    return TokenBatch(list(samples), targets, lengths_S, rollout_log_probs_R, _engine_top(samples, device))
 
 
 def micro_batches(
@@ -129,15 +140,32 @@ def _targets(sample: TrainSample) -> Targets:
     assert len(sample.loss_mask) == length, f"sample {sample.index}: loss mask and response differ in length"
     trained = [start + i for i, mask in enumerate(sample.loss_mask) if mask]
     assert not trained or trained[0] > 0, f"sample {sample.index}: its first token has nothing to be predicted from"
-    return Targets([sample.tokens[place] for place in trained], [place - 1 for place in trained])
+    ids = [sample.tokens[place] for place in trained]
+    kept = None if sample.kept_token_ids is None else _trained(sample, sample.kept_token_ids, "kept sets")
+    if kept is not None:
+        lost = [token for token, token_ids in zip(ids, kept, strict=True) if token not in token_ids]
+        assert not lost, f"sample {sample.index}: the drawn tokens {lost[:5]} are not among the kept ones"
+    return Targets(ids, [place - 1 for place in trained], kept)
 
 
-def _trained_log_probs(sample: TrainSample) -> list[float]:
+def _trained(sample: TrainSample, values: list[Any] | None, what: str) -> list[Any]:
+    """The entries of a list over the response that belong to trained tokens."""
     if not any(sample.loss_mask):
         return []
-    log_probs = sample.rollout_log_probs or []
-    assert len(log_probs) == sample.response_length, f"sample {sample.index}: log-probs and response differ in length"
-    return [log_prob for log_prob, mask in zip(log_probs, sample.loss_mask, strict=True) if mask]
+    values = values or []
+    assert len(values) == sample.response_length, f"sample {sample.index}: {what} and response differ in length"
+    return [value for value, mask in zip(values, sample.loss_mask, strict=True) if mask]
+
+
+def _engine_top(samples: Sequence[TrainSample], device: torch.device) -> TopLogProbs | None:
+    if all(sample.top_token_ids is None for sample in samples):
+        return None
+    ids = [row for sample in samples for row in _trained(sample, sample.top_token_ids, "most likely ids")]
+    log_probs = [row for sample in samples for row in _trained(sample, sample.top_log_probs, "their log-probs")]
+    if not ids:
+        return None
+    ids_RK = torch.from_numpy(np.stack(ids)).to(device=device, dtype=torch.int64)
+    return TopLogProbs(ids_RK, torch.from_numpy(np.stack(log_probs)).to(device))
 
 
 def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, learns: bool) -> MicroBatch:
@@ -153,7 +181,19 @@ def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, 
         targets += target.ids
         places += range(starts_S[i], starts_S[i] + len(target.ids))
         ids += batch.samples[i].tokens[: target.num_inputs]
-    input_ids_T, rows_R, targets_R, places_R = (
-        torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, rows, targets, places)
+    input_ids_T, rows_R, targets_R, places_R, lengths_S = (
+        torch.tensor(values, dtype=torch.int64, device=device)
+        for values in (ids, rows, targets, places, [len(batch.targets[i].ids) for i in members])
     )
-    return MicroBatch(input_ids_T, packed_context(lengths, device=device), rows_R, targets_R, places_R, learns)
+    kept = _kept_ids([batch.targets[i] for i in members], device)
+    context = packed_context(lengths, device=device)
+    return MicroBatch(input_ids_T, context, rows_R, targets_R, places_R, lengths_S, kept, learns)
+
+
+def _kept_ids(targets: Sequence[Targets], device: torch.device) -> KeptIds | None:
+    if all(target.kept is None for target in targets):
+        return None
+    sets = [token_ids for target in targets for token_ids in target.kept or ()]
+    assert len(sets) == sum(len(target.ids) for target in targets), "either all answers have kept sets or none"
+    bounds = np.cumsum([0, *map(len, sets)])
+    return KeptIds(torch.from_numpy(np.concatenate(sets).astype(np.int32)).to(device), bounds)

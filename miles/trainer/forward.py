@@ -1,6 +1,9 @@
 """Score trained tokens: log-prob and entropy of a micro-batch, or of a whole batch without gradient.
 
-T: tokens fed to the decoder; R: trained tokens; D: hidden.
+Where answers were drawn from kept sets, every model is scored over these sets: policy, reference and teacher are then
+distributions over the same outcomes, and what compares them stays a divergence.
+
+T: tokens fed to the decoder; R: trained tokens; K: ids scored of a token; D: hidden.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import torch
 from torch import Tensor
 
 from miles.model.decoder import Decoder
-from miles.ops.logprob import token_log_probs
+from miles.ops.logprob import token_log_probs, top_log_probs
 from miles.trainer.batch import MicroBatch, in_flat_order
+from miles.trainer.partition import TopLogProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +27,49 @@ class Scorer:
     temperature: float
     chunk_size: int
 
-    def score(self, model: Decoder, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each trained token, in the order of `micro_batch.places_R`."""
-        hidden_TD = model(micro_batch.input_ids_T, micro_batch.context)
-        log_probs_R, entropy_R = token_log_probs(
-            hidden_TD.index_select(0, micro_batch.rows_R),  # its backward is one scatter; that of indexing is a sort
+    def score(
+        self, model: Decoder, micro_batch: MicroBatch, also_ids_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-prob and entropy of each trained token, in the order of `micro_batch.places_R`, and the log-probs of
+        other ids at the same places."""
+        targets_R1 = micro_batch.targets_R[:, None]
+        log_probs_RK, entropy_R = token_log_probs(
+            self._hidden(model, micro_batch),
             model.head_weight,
-            micro_batch.targets_R,
+            targets_R1 if also_ids_RK is None else torch.cat((targets_R1, also_ids_RK), 1),
             temperature=self.temperature,
             chunk_size=self.chunk_size,
+            kept=micro_batch.kept,
         )
         assert entropy_R is not None, "the entropy was asked for"
-        return log_probs_R, entropy_R
+        return log_probs_RK[:, 0], entropy_R, None if also_ids_RK is None else log_probs_RK[:, 1:]
 
     @torch.no_grad()
     def score_all(self, model: Decoder, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """The same for all tokens of a batch, in its flat order."""
-        log_probs, entropies = zip(*(self.score(model, micro_batch) for micro_batch in micro_batches), strict=True)
+        """Log-prob and entropy of all tokens of a batch, in its flat order."""
+        log_probs, entropies, _ = zip(*(self.score(model, micro_batch) for micro_batch in micro_batches), strict=True)
         return in_flat_order(micro_batches, log_probs), in_flat_order(micro_batches, entropies)
+
+    @torch.no_grad()
+    def top_all(self, model: Decoder, micro_batches: Sequence[MicroBatch], num_top: int) -> TopLogProbs:
+        """The most likely tokens at every place of a batch, in its flat order."""
+        ids, log_probs = zip(
+            *(
+                top_log_probs(
+                    self._hidden(model, micro_batch),
+                    model.head_weight,
+                    num_top,
+                    temperature=self.temperature,
+                    chunk_size=self.chunk_size,
+                    kept=micro_batch.kept,
+                )
+                for micro_batch in micro_batches
+            ),
+            strict=True,
+        )
+        return TopLogProbs(in_flat_order(micro_batches, ids), in_flat_order(micro_batches, log_probs))
+
+    def _hidden(self, model: Decoder, micro_batch: MicroBatch) -> Tensor:
+        hidden_TD = model(micro_batch.input_ids_T, micro_batch.context)
+        # The backward pass of index_select is one scatter; that of indexing is a sort.
+        return hidden_TD.index_select(0, micro_batch.rows_R)

@@ -11,24 +11,38 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from miles.trainer.batch import TokenBatch
-from miles.trainer.losses import kl_estimate
-from miles.trainer.ratios import effective_sample_share
+from miles.trainer.kl import kl_estimate
+from miles.trainer.ratios import answer_sums, effective_sample_share
 from miles.trainer.reduce import sample_mean_weights, weighted_sum
+
+LOSS_NAMES = ("loss", "pg_loss", "value_loss")  # reported as they are minimised
 
 
 def loss_metrics(values: Mapping[str, Tensor], weights_R: Tensor, batch: TokenBatch) -> dict[str, float]:
     """Means of what the loss function returned, and of the ratio to the old policy where it has one."""
-    metrics = {f"train/{name}": weighted_sum(value_R, weights_R) for name, value_R in values.items()}
+    # What multiplies a loss is averaged as a share of tokens, not by the weights that make a sum out of a mean.
+    share_R = weights_R / weights_R.sum()
+    metrics = {
+        f"train/{name}": weighted_sum(value_R, weights_R if name in LOSS_NAMES else share_R)
+        for name, value_R in values.items()
+    }
     if "ppo_kl" in values:
         ratio_R = (-values["ppo_kl"]).exp()
-        metrics["train/ois"] = weighted_sum(ratio_R, weights_R)
-        metrics["train/ess_ratio"] = float(effective_sample_share(ratio_R, batch.sample_R, batch.lengths_S))
+        metrics |= {
+            "train/ois": weighted_sum(ratio_R, share_R),
+            "train/ratio_min": float(ratio_R.min()),
+            "train/ratio_max": float(ratio_R.max()),
+            "train/ess_ratio": float(effective_sample_share(ratio_R, batch.lengths_S)),
+        }
+    if "tis" in values:
+        metrics["train/tis_ess"] = float(effective_sample_share(values["tis"], batch.lengths_S))
     return metrics
 
 
 def gap_metrics(log_probs_R: Tensor, rollout_log_probs_R: Tensor, weights_R: Tensor) -> dict[str, float]:
     """Distance between what the trainer and what the engine say of the same tokens."""
     gap_R = (log_probs_R - rollout_log_probs_R).abs()
+    weights_R = weights_R / weights_R.sum()
     rank = math.ceil(0.99 * len(gap_R))
     return {
         "train/train_rollout_logprob_abs_diff": weighted_sum(gap_R, weights_R),
@@ -47,6 +61,18 @@ def sample_metrics(batch: TokenBatch) -> dict[str, float]:
         "rollout/raw_reward": _mean(s.raw_reward for s in samples if math.isfinite(s.raw_reward)),
         "rollout/num_unscored": float(sum(not math.isfinite(sample.reward) for sample in samples)),
         "rollout/truncated": _mean(float(sample.truncated) for sample in samples),
+    }
+
+
+def group_metrics(batch: TokenBatch, advantages_R: Tensor) -> dict[str, float]:
+    """Share of the groups, and of the answers, that have no token with an advantage: they teach nothing."""
+    signal_S = (answer_sums(advantages_R.abs(), batch.lengths_S) > 0).tolist()
+    groups: dict[int, bool] = {}
+    for sample, has_signal in zip(batch.samples, signal_S, strict=True):
+        groups[sample.group_index] = groups.get(sample.group_index, False) or has_signal
+    return {
+        "rollout/no_signal_group_ratio": _mean(float(not has_signal) for has_signal in groups.values()),
+        "rollout/no_signal_ratio": _mean(float(not has_signal) for has_signal in signal_S),
     }
 
 

@@ -16,12 +16,24 @@ def log_ratio(log_probs_R: Tensor, old_log_probs_R: Tensor) -> Tensor:
     return (log_probs_R - old_log_probs_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def effective_sample_share(ratio_R: Tensor, sample_R: Tensor, lengths_S: Tensor) -> Tensor:
+def answer_sums(values_R: Tensor, lengths_S: Tensor) -> Tensor:
+    """Sum over the tokens of each answer, without a gradient; the same bits on every repeat, on a GPU too."""
+    if len(lengths_S) == 0:
+        return values_R.new_zeros(0)
+    return torch.segment_reduce(values_R.detach(), "sum", lengths=lengths_S, initial=0.0)
+
+
+def answer_means(values_R: Tensor, lengths_S: Tensor) -> Tensor:
+    """Mean over the tokens of each answer, without a gradient; 0 for an answer without trained tokens."""
+    return answer_sums(values_R, lengths_S) / lengths_S.clamp(min=1)
+
+
+def effective_sample_share(ratio_R: Tensor, lengths_S: Tensor) -> Tensor:
     """Mean over the samples of (sum w)^2 / (n sum w^2) of their n token ratios: 1 when all ratios are equal.
 
-    Samples without trained tokens are left out.
+    Samples without trained tokens are left out; so is one whose ratios are all 0.
     """
-    sums_S = torch.zeros(len(lengths_S), dtype=ratio_R.dtype, device=ratio_R.device).index_add_(0, sample_R, ratio_R)
-    squares_S = torch.zeros_like(sums_S).index_add_(0, sample_R, ratio_R.square())
-    kept = lengths_S > 0
-    return (sums_S[kept].square() / (lengths_S[kept] * squares_S[kept])).mean()
+    sums_S, squares_S = answer_sums(ratio_R, lengths_S), answer_sums(ratio_R.square(), lengths_S)
+    kept = squares_S > 0
+    shares = sums_S[kept].square() / (lengths_S[kept] * squares_S[kept])
+    return shares.sum() / kept.sum().clamp(min=1)

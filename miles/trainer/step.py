@@ -19,8 +19,9 @@ from miles.config.sections import AlgorithmConfig
 from miles.errors import TrainError
 from miles.model.decoder import Decoder
 from miles.trainer.batch import MicroBatch, TokenBatch, in_flat_order, micro_batches, name_samples
+from miles.trainer.checks import check_gap
 from miles.trainer.forward import Scorer
-from miles.trainer.losses import LOSSES, TokenInputs
+from miles.trainer.losses import LossFunction, TokenInputs
 from miles.trainer.optim import Optimizer
 
 
@@ -51,15 +52,22 @@ class Learner:
     model: Decoder
     optimizer: Optimizer
     scorer: Scorer
+    loss: LossFunction
     config: AlgorithmConfig
+    max_gap: float  # mean distance to the engine's log-probs that is tolerated; 0: any
 
-    def step(self, work: StepWork) -> StepResult:
-        """Update the parameters once. `TrainError`, and no update, when the loss or the gradient is not finite."""
+    def step(self, work: StepWork, *, updates: bool = True) -> StepResult:
+        """Update the parameters once. `TrainError`, and no update, when the loss or the gradient is not finite or the
+        engine is too far away. Without `updates` the tokens are only scored."""
         self.optimizer.zero_grad()
         parts = [self.accumulate(micro_batch, work) for micro_batch in work.micro_batches]
         values = {name: in_flat_order(work.micro_batches, [part[name] for part in parts]) for name in parts[0]}
         result = StepResult(values.pop("log_probs"), values.pop("entropy"), values, self.optimizer.grad_norm())
         self.check_finite(work, result)
+        if self.max_gap > 0 and work.batch.rollout_log_probs_R is not None:
+            check_gap(self.trainer_log_probs(work, result), work.batch.rollout_log_probs_R, limit=self.max_gap)
+        if not updates:
+            return result
         self.optimizer.clip(result.grad_norm)
         self.optimizer.step()
         return result
@@ -68,13 +76,19 @@ class Learner:
         """Score a micro-batch, and add its gradient to the parameters' if it learns."""
         places_R = micro_batch.places_R
         with torch.set_grad_enabled(micro_batch.learns):
-            log_probs_R, entropy_R = self.scorer.score(self.model, micro_batch)
-            inputs = work.inputs.take(places_R)
-            values = LOSSES[self.config.loss_type](log_probs_R, entropy_R, inputs, self.config)
+            inputs = work.inputs.take(places_R, micro_batch.lengths_S)
+            log_probs_R, entropy_R, also_RK = self.scorer.score(self.model, micro_batch, inputs.also_ids())
+            values = self.loss(log_probs_R, entropy_R, inputs.with_policy_at(also_RK), self.config)
             if micro_batch.learns:
                 (values["loss"] * work.weights_R[places_R]).sum().backward()
         scored = {"log_probs": log_probs_R, "entropy": entropy_R, **values}
         return {name: value_R.detach() for name, value_R in scored.items()}
+
+    def trainer_log_probs(self, work: StepWork, result: StepResult) -> Tensor:
+        """What the engine's log-probs are compared with: the trainer's before the first update of the rollout, where
+        it has them."""
+        old_R = None if self.config.use_rollout_logprobs else work.inputs.old_log_probs_R
+        return result.log_probs_R if old_R is None else old_R
 
     def check_finite(self, work: StepWork, result: StepResult) -> None:
         """Raise a `TrainError` that names the samples whose loss or gradient is nan or inf."""

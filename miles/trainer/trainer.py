@@ -1,11 +1,7 @@
 """The trainer of one process: scores a rollout, makes its optimizer steps, reports, saves and loads.
 
-Old policy. A rollout that makes one optimizer step needs no pass for the old log-probs: such a pass would run with the
-very weights of the step, so the detached current log-probs are the old ones and every ratio is exactly 1. With several
-steps the samples are scored once before the first update. `--use-rollout-logprobs` takes the engine's instead.
-
-Answers with an advantage of exactly 0 have no gradient in the policy loss unless a KL or entropy term is in it; they
-are still scored, without a backward pass, so every metric covers every answer.
+Answers whose tokens all have an advantage of exactly 0 have no gradient in the policy loss unless a KL, entropy or
+distillation term is in it; they are still scored, without a backward pass, so every metric covers every answer.
 """
 
 from __future__ import annotations
@@ -22,47 +18,77 @@ from miles.config.sections import BatchConfig, RunConfig
 from miles.errors import CheckpointError
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
+from miles.observe.log import get_logger
 from miles.observe.timers import Timers
-from miles.trainer.advantages import advantages
 from miles.trainer.batch import MicroBatch, TokenBatch, micro_batches, token_batch
+from miles.trainer.checks import check_rollout, rescore_in_another_packing
+from miles.trainer.corrections import correction_in_use
+from miles.trainer.critic import Critic
 from miles.trainer.forward import Scorer
+from miles.trainer.hooks import load_hooks
+from miles.trainer.judge import Judge, Judged
 from miles.trainer.losses import TokenInputs
-from miles.trainer.metrics import gap_metrics, loss_metrics, sample_metrics, token_metrics
+from miles.trainer.metrics import gap_metrics, group_metrics, loss_metrics, sample_metrics, token_metrics
 from miles.trainer.optim import MOMENTS, Optimizer
 from miles.trainer.packing import canonical_order, default_max_tokens
-from miles.trainer.reduce import sample_mean_weights, token_mean_weights
+from miles.trainer.ratios import answer_sums
+from miles.trainer.reduce import make_weights
+from miles.trainer.rewards import sample_advantages
+from miles.trainer.signal import token_signal
 from miles.trainer.step import Learner, StepWork
 from miles.types import TrainResult, TrainSample
+
+logger = get_logger(__name__)
 
 CPU_ACTIVATION_BYTES = 2**30
 GPU_ACTIVATION_SHARE = 0.25  # of the device's memory
 
 
 class LocalTrainer:
-    """Implements `Trainer` of `types.py`. The parameters of `model` are updated in place and never move.
+    """Implements `Trainer` of `types.py`. The parameters of `model` and `critic` are updated in place and never move.
 
-    `reference` is scored for the KL term only. `total_steps` is the number of optimizer steps of the whole run.
+    `reference` and `teacher` are only scored. `total_steps` is the number of optimizer steps of the whole run.
     """
 
-    def __init__(self, model: Decoder, reference: Decoder | None, config: RunConfig, *, total_steps: int) -> None:
-        assert reference is not None or not config.algorithm.use_kl_loss, "--use-kl-loss needs a reference model"
+    def __init__(
+        self,
+        model: Decoder,
+        reference: Decoder | None,
+        config: RunConfig,
+        *,
+        total_steps: int,
+        teacher: Decoder | None = None,
+        critic: Decoder | None = None,
+    ) -> None:
+        algorithm = config.algorithm
+        needs_reference = algorithm.use_kl_loss or algorithm.kl_coef != 0.0
+        assert reference is not None or not needs_reference, "--use-kl-loss and --kl-coef need a reference model"
+        assert (teacher is not None) == algorithm.use_opd, "--use-opd and a teacher belong together"
+        self.is_policy = algorithm.loss_type != "sft_loss"
+        needs_critic = self.is_policy and algorithm.advantage_estimator == "ppo"
+        assert (critic is not None) == needs_critic, "ppo and a critic belong together"
         self.model = model
-        self.reference = reference if config.algorithm.use_kl_loss else None
         self.config = config
         self.device = model.head_weight.device
         self.optimizer = Optimizer(model, config.optim, total_steps=total_steps)
+        self.critic = None if critic is None else Critic(critic, config, total_steps=total_steps)
         self.num_steps = 0  # optimizer steps so far, those without a trained token included
         self.max_tokens = config.batch.max_tokens_per_gpu or self._default_max_tokens()
-        self._is_policy = config.algorithm.loss_type == "policy_loss"
         # Supervised targets were not drawn at any temperature.
-        temperature = config.rollout.rollout_temperature if self._is_policy else 1.0
+        temperature = config.rollout.rollout_temperature if self.is_policy else 1.0
         self._scorer = Scorer(temperature, config.batch.log_probs_chunk_size)
-        self._learner = Learner(model, self.optimizer, self._scorer, config.algorithm)
+        self._hooks = load_hooks(config)
+        max_gap = config.checks.max_logprob_gap if self.is_policy else 0.0
+        self._learner = Learner(model, self.optimizer, self._scorer, self._hooks.loss, algorithm, max_gap)
+        reference = reference if needs_reference else None
+        self._judge = Judge(model, reference, teacher, self.critic, self._scorer, algorithm)
         self._timers = Timers()
+        self._is_checked = config.checks.ci_disable_kl_checker
+        self._oldest_age = 0  # largest age of a sample so far, in weight versions
         torch.manual_seed(config.optim.seed)  # of the whole process: its state is saved and loaded
 
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
-        """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite."""
+        """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite or not plausible."""
         for sample in samples:
             newest = max(sample.weight_versions or [weight_version])
             assert newest <= weight_version, f"sample {sample.index} has weight version {newest}, now {weight_version}"
@@ -70,24 +96,37 @@ class LocalTrainer:
             batch = token_batch(canonical_order(samples), self.device)
             advantages_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
-        inputs, scores = self._score_first(batch, advantages_S, num_steps=len(steps))
+            age = self._note_age(samples, weight_version)
+        checked = {} if self._is_checked else rescore_in_another_packing(self.model, self._scorer, batch, self.config)
+        self._is_checked = True
+        judged = Judged()
+        if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
+            packed = self._pack(batch, range(len(batch.samples)), learns=False)
+            judged = self._judge.judge(packed, self._timers, num_steps=len(steps))
+        inputs = self._inputs(batch, advantages_S, judged, num_steps=len(steps), age=age)
+        updates_policy = self.critic is None or rollout_id >= self.config.critic.num_critic_only_steps
         records: list[dict[str, float]] = []
         step_scores: list[dict[str, Tensor]] = []
         for start, stop in steps:
-            with self._timers.span("actor_train"):
-                part, places = batch.part(start, stop)
-                record, values = self._step(part, inputs.take(places), advantages_S[start:stop])
+            part, places = batch.part(start, stop)
+            record, values = self._step(part, inputs.take(places, part.lengths_S), updates=updates_policy)
             self.num_steps += 1
             records.append(record)
             step_scores.append(values)
-        if not scores:
-            scores = {name: torch.cat([values[name] for values in step_scores]) for name in ("log_probs", "entropy")}
-        rollout = self._rollout_metrics(batch, advantages_S, inputs, scores)
+        if self.num_steps == len(steps):  # a resumed run checks again but reports what it would have without the stop
+            records[0] |= checked
+        if self.config.checks.ci_test and not self.config.checks.ci_disable_kl_checker and "train/ppo_kl" in records[0]:
+            check_rollout(records[0], detached=inputs.old_log_probs_R is None, dtype=self.model.head_weight.dtype)
+        scores = {name: torch.cat([values[name] for values in step_scores]) for name in ("log_probs", "entropy")}
+        if judged.tokens.policy_R is not None and judged.entropy_R is not None:
+            scores = {"log_probs": judged.tokens.policy_R, "entropy": judged.entropy_R}
+        rollout = self._rollout_metrics(batch, advantages_S, inputs, judged, scores)
+        rollout["rollout/max_sample_age"] = float(age)
         seconds = {"log_probs": 0.0, "ref_log_probs": 0.0, "actor_train": 0.0, **self._timers.take()}
         return TrainResult(rollout, records, seconds)
 
     def save(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Float32 masters and Adam moments under Hugging Face names, and a JSON state.
+        """Float32 masters and Adam moments under Hugging Face names, the critic's too, and a JSON state.
 
         The tensors are the live ones: write them before the next call of `train`.
         """
@@ -96,6 +135,8 @@ class LocalTrainer:
             "num_steps": self.num_steps,
             "rng": _encode(torch.get_rng_state()),
         }
+        if self.critic is not None:
+            state["num_critic_updates"] = self.critic.optimizer.num_updates
         if self.device.type == "cuda":
             state["rng_cuda"] = _encode(torch.cuda.get_rng_state(self.device))
         return self._live_tensors(), state
@@ -103,12 +144,17 @@ class LocalTrainer:
     @torch.no_grad()
     def load(self, tensors: dict[str, dict[str, Any]], state: dict[str, Any]) -> None:
         """Copy a saved state in place. A missing or misshapen tensor is a `CheckpointError`; then nothing is copied."""
-        pairs = [
-            pair for stem, targets in self._live_tensors().items() for pair in _matching(stem, targets, tensors[stem])
-        ]
+        live = self._live_tensors()
+        if missing := [stem for stem in live if stem not in tensors]:
+            raise CheckpointError(
+                f"the checkpoint has no {' and no '.join(missing)}: it is of a run with another --advantage-estimator"
+            )
+        pairs = [pair for stem, targets in live.items() for pair in _matching(stem, targets, tensors[stem])]
         for target, source in pairs:
             target.copy_(source)
         self.optimizer.resume(state["num_updates"])
+        if self.critic is not None:
+            self.critic.optimizer.resume(state["num_critic_updates"])
         self.num_steps = state["num_steps"]
         torch.set_rng_state(_decode(state["rng"]))
         if self.device.type == "cuda" and "rng_cuda" in state:
@@ -129,34 +175,57 @@ class LocalTrainer:
             for moment in MOMENTS
             for name, tensor in to_hf(spec, self.optimizer.moments(moment)).items()
         }
-        return {"model": to_hf(spec, masters), "optimizer": moments}
+        critic = {} if self.critic is None else self.critic.live_tensors()
+        return {"model": to_hf(spec, masters), "optimizer": moments, **critic}
 
     def _advantages(self, batch: TokenBatch) -> Tensor:
-        if not self._is_policy:
+        if not self.is_policy:
             return torch.zeros(len(batch.samples), dtype=torch.float64)
-        rewards = [sample.reward for sample in batch.samples]
-        return advantages(rewards, [sample.group_index for sample in batch.samples], self.config.algorithm)
+        return sample_advantages(batch.samples, self.config)
 
-    def _score_first(
-        self, batch: TokenBatch, advantages_S: Tensor, *, num_steps: int
-    ) -> tuple[TokenInputs, dict[str, Tensor]]:
-        """What the loss needs before the first update, and the scores of the policy if a pass was made for them."""
-        use_engine = self._is_policy and self.config.algorithm.use_rollout_logprobs
-        needs_pass = self._is_policy and num_steps > 1 and not use_engine and batch.num_tokens > 0
-        scores: dict[str, Tensor] = {}
-        old_R = ref_R = None
-        packed = self._pack(batch, range(len(batch.samples)), learns=False) if needs_pass or self.reference else []
-        if use_engine:
-            assert batch.rollout_log_probs_R is not None, "--use-rollout-logprobs: the samples carry no log-probs"
-            old_R = batch.rollout_log_probs_R
-        elif needs_pass:
-            with self._timers.span("log_probs"):
-                old_R, entropy_R = self._scorer.score_all(self.model, packed)
-            scores = {"log_probs": old_R, "entropy": entropy_R}
-        if self.reference is not None and batch.num_tokens > 0:
-            with self._timers.span("ref_log_probs"):
-                ref_R, _ = self._scorer.score_all(self.reference, packed)
-        return TokenInputs(batch.spread(advantages_S).float(), old_R, ref_R), scores
+    def _note_age(self, samples: Sequence[TrainSample], weight_version: int) -> int:
+        """Versions between the oldest token and the weights. When that grows, say what is done and what is advised."""
+        oldest = min((min(s.weight_versions) for s in samples if s.weight_versions), default=weight_version)
+        age = weight_version - oldest
+        if age > self._oldest_age and self.is_policy:
+            correction = correction_in_use(self.config.algorithm, oldest_age=age)
+            if self._oldest_age == 0:
+                logger.info(
+                    f"samples are older than the weights: off-policy correction {correction or 'none'} "
+                    f"(--off-policy-correction {self.config.algorithm.off_policy_correction})"
+                )
+            self._oldest_age = age
+            logger.warning(
+                f"samples are up to {age} weight versions old. The largest stable --lr falls in proportion to the "
+                f"steps between weight updates: divide a rate that is right for fresh samples by {age + 1}"
+            )
+        return age
+
+    def _inputs(
+        self, batch: TokenBatch, advantages_S: Tensor, judged: Judged, *, num_steps: int, age: int
+    ) -> TokenInputs:
+        algorithm, rollout_R = self.config.algorithm, batch.rollout_log_probs_R
+        if not self.is_policy:
+            return TokenInputs(batch.spread(advantages_S).float())
+        signal = token_signal(advantages_S, batch.lengths_S, judged.tokens, algorithm)
+        old_R = judged.tokens.policy_R if num_steps > 1 else None
+        if algorithm.use_rollout_logprobs:
+            assert rollout_R is not None, "--use-rollout-logprobs: the samples carry no log-probs"
+            old_R = rollout_R
+        if algorithm.use_score_centering:
+            assert batch.engine_top is not None or batch.num_tokens == 0, "the engine returned no most likely tokens"
+        return TokenInputs(
+            advantages_R=signal.advantages_R,
+            old_log_probs_R=old_R,
+            ref_log_probs_R=judged.tokens.ref_R,
+            rollout_log_probs_R=rollout_R,
+            returns_R=signal.returns_R,
+            values_R=judged.tokens.values_R,
+            teacher_top=judged.teacher_top,
+            engine_top=batch.engine_top if algorithm.use_score_centering else None,
+            correction=correction_in_use(algorithm, oldest_age=max(age, self._oldest_age)),
+            custom_correction=self._hooks.correct,
+        )
 
     def _pack(self, batch: TokenBatch, members: Sequence[int], *, learns: bool) -> list[MicroBatch]:
         return micro_batches(
@@ -164,10 +233,10 @@ class LocalTrainer:
         )
 
     def _step(
-        self, batch: TokenBatch, inputs: TokenInputs, advantages_S: Tensor
+        self, batch: TokenBatch, inputs: TokenInputs, *, updates: bool
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """One optimizer step: its record, and log-prob and entropy of its tokens."""
-        algorithm = self.config.algorithm
+        """One optimizer step: its record, and log-prob and entropy of its tokens. Without `updates` the policy is only
+        scored."""
         record = {
             "train/loss": 0.0,
             "train/grad_norm": 0.0,
@@ -181,33 +250,63 @@ class LocalTrainer:
         if batch.num_tokens == 0:
             nothing_R = torch.empty(0, device=self.device)
             return record, {"log_probs": nothing_R, "entropy": nothing_R}
-        every = not self._is_policy or algorithm.entropy_coef != 0.0 or self.reference is not None
-        learning = [i for i, advantage in enumerate(advantages_S.tolist()) if every or advantage != 0.0]
+        weights_R = make_weights(batch.lengths_S, batch.samples, self.config, reducer=self._hooks.reducer)
+        if self.critic is not None:
+            record |= self._step_critic(batch, inputs, weights_R)
+        learning = self._learning(inputs) if updates else []
         watched = sorted(set(range(len(batch.samples))) - set(learning))
         packed = self._pack(batch, learning, learns=True) + self._pack(batch, watched, learns=False)
-        make_weights = token_mean_weights if algorithm.calculate_per_token_loss else sample_mean_weights
-        work = StepWork(batch, packed, inputs, make_weights(batch.lengths_S))
-        result = self._learner.step(work)
-        record |= loss_metrics(result.loss_values, work.weights_R, batch)
+        work = StepWork(batch, packed, inputs, weights_R)
+        with self._timers.span("actor_train"):
+            result = self._learner.step(work, updates=updates)
+        record |= loss_metrics(result.loss_values, weights_R, batch)
         if batch.rollout_log_probs_R is not None:
-            old_R = None if algorithm.use_rollout_logprobs else inputs.old_log_probs_R
-            trainer_R = result.log_probs_R if old_R is None else old_R
-            record |= gap_metrics(trainer_R, batch.rollout_log_probs_R, work.weights_R)
+            record |= gap_metrics(self._learner.trainer_log_probs(work, result), batch.rollout_log_probs_R, weights_R)
         record |= {
             "train/grad_norm": result.grad_norm,
             "train/num_micro_batches": len(packed),
-            "train/num_skipped_steps": 0,
+            "train/num_skipped_steps": int(not updates),
         }
         return record, {"log_probs": result.log_probs_R, "entropy": result.entropy_R}
 
+    def _step_critic(self, batch: TokenBatch, inputs: TokenInputs, weights_R: Tensor) -> dict[str, float]:
+        assert self.critic is not None and inputs.values_R is not None and inputs.returns_R is not None, "ppo has all"
+        packed = self._pack(batch, range(len(batch.samples)), learns=True)
+        with self._timers.span("critic_train"):
+            return self.critic.step(
+                packed, old_values_R=inputs.values_R, returns_R=inputs.returns_R, weights_R=weights_R
+            )
+
+    def _learning(self, inputs: TokenInputs) -> list[int]:
+        """The samples that can have a gradient."""
+        algorithm = self.config.algorithm
+        assert inputs.lengths_S is not None, "the inputs of a step have lengths"
+        everyone = list(range(len(inputs.lengths_S)))
+        if algorithm.loss_type != "policy_loss" or algorithm.entropy_coef != 0.0 or algorithm.use_kl_loss:
+            return everyone
+        if inputs.teacher_top is not None:
+            return everyone
+        signal_S = answer_sums(inputs.advantages_R.abs(), inputs.lengths_S).tolist()
+        return [i for i in everyone if signal_S[i] != 0.0]
+
     def _rollout_metrics(
-        self, batch: TokenBatch, advantages_S: Tensor, inputs: TokenInputs, scores: dict[str, Tensor]
+        self,
+        batch: TokenBatch,
+        advantages_S: Tensor,
+        inputs: TokenInputs,
+        judged: Judged,
+        scores: dict[str, Tensor],
     ) -> dict[str, float]:
         metrics = sample_metrics(batch)
-        values = {**scores, "ref_log_probs": inputs.ref_log_probs_R, "rollout_log_probs": batch.rollout_log_probs_R}
-        if self._is_policy:
+        tokens = judged.tokens
+        values = {**scores, "ref_log_probs": tokens.ref_R, "rollout_log_probs": batch.rollout_log_probs_R}
+        if self.is_policy:
             metrics["rollout/rewards"] = float(advantages_S.mean()) if len(advantages_S) else 0.0
-            values |= {"advantages": inputs.advantages_R, "returns": inputs.advantages_R}
+            metrics |= group_metrics(batch, inputs.advantages_R)
+            values |= {"advantages": inputs.advantages_R, "returns": inputs.returns_R}
+            values |= {"teacher_log_probs": tokens.teacher_R, "values": tokens.values_R}
+            if tokens.teacher_R is not None and tokens.policy_R is not None:
+                values["opd_reverse_kl"] = tokens.policy_R - tokens.teacher_R
         return metrics | token_metrics(batch, values)
 
 

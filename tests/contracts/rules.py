@@ -61,6 +61,7 @@ FAULT_BOUNDARIES = {
     "text/tokenizer.py::load_tokenizer",
     "loop/worker.py::run_guarded",
     "engine/local.py::_serve",
+    "trainer/hooks.py::_try",
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
     "rollout/rm_hub/fork_server.py::work",

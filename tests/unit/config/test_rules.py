@@ -34,13 +34,10 @@ def test_good_settings_have_no_violation():
         ({"rm_type": "math"}, "--rm-type math needs --label-key"),
         ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy"),
         ({"rollout_temperature": -1.0}, "--rollout-temperature must be at least 0, not -1.0"),
-        ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9 cannot be trained on"),
         ({"rollout_top_p": 0.0, "loss_type": "sft_loss"}, "--rollout-top-p must be above 0, up to 1, not 0.0"),
-        ({"rollout_top_k": 20}, "--rollout-top-k 20 cannot be trained on"),
         ({"rollout_top_k": 0}, "--rollout-top-k must be -1 (keep all tokens) or at least 1, not 0"),
         ({"rollout_top_k": -2}, "--rollout-top-k must be -1, or at least 1, not -2"),
         ({"eval_top_k": 0}, "--eval-top-k must be -1 (keep all tokens) or at least 1, not 0"),
-        ({"rollout_min_p": 0.1}, "--rollout-min-p 0.1 cannot be trained on"),
         ({"rollout_stop": ("",)}, "--rollout-stop has an empty string"),
         ({"rollout_max_context_len": 1024}, "--rollout-max-response-len 1024 leaves no room for a prompt"),
         (
@@ -95,7 +92,8 @@ def test_all_violations_come_together():
     [
         {"n_samples_per_prompt": 1, "disable_rewards_normalization": True},
         {"rollout_temperature": 0.0, "loss_type": "sft_loss", "rm_type": None},
-        {"rollout_top_p": 0.9, "loss_type": "sft_loss"},
+        {"rollout_top_p": 0.9, "rollout_top_k": 20, "rollout_min_p": 0.1},
+        {"rollout_top_p": 0.9, "use_kl_loss": True, "use_opd": True, "opd_teacher_load": "models/teacher"},
         {"use_kl_loss": True, "kl_loss_coef": 0.0},
         {"num_rollout": None, "num_epoch": 2},
         {"eval_prompt_data": ("a", "x"), "eval_interval": 5, "eval_temperature": 0.0, "eval_top_p": 0.5},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -212,13 +213,38 @@ def test_kept_tokens_are_those_that_could_be_drawn() -> None:
     results = run_all(core)
     for wanted in requests[:2]:
         result = results[wanted.request_id]
-        assert result.kept_token_ids == reference_answer(MODEL, wanted)[2]
-        for j, kept in enumerate(result.kept_token_ids):
+        assert [ids.dtype for ids in result.kept_token_ids] == [np.int32] * 6
+        kept_ids = [ids.tolist() for ids in result.kept_token_ids]
+        assert kept_ids == reference_answer(MODEL, wanted)[2]
+        for j, kept in enumerate(kept_ids):
             logits = full_logits(MODEL, [4, 9, 2, *result.output_ids[:j]])[-1]
             index = kept.index(result.output_ids[j])
             assert result.log_probs[j] == pytest.approx(torch.log_softmax(logits[kept], -1)[index].item(), abs=1e-4)
     assert results[2].kept_token_ids is None
     assert results[3].kept_token_ids is None
+
+
+def test_top_log_probs_are_those_of_the_distribution_drawn_from() -> None:
+    requests = [
+        request(0, [4, 9, 2], 5, temperature=0.7, num_top_log_probs=3, ignore_eos=True),
+        request(1, [4, 9, 2], 5, top_k=2, num_top_log_probs=4, return_kept_tokens=True, ignore_eos=True),
+        request(2, [4, 9, 2], 5, ignore_eos=True),
+    ]
+    core = make_core(MODEL)
+    core.add(requests)
+    results = run_all(core)
+    for wanted, temperature in zip(requests[:2], (0.7, 1.0), strict=True):
+        result = results[wanted.request_id]
+        for j in range(5):
+            logits = full_logits(MODEL, [4, 9, 2, *result.output_ids[:j]])[-1] / temperature
+            if wanted.sampling.top_k > 0:
+                assert sorted(result.kept_token_ids[j].tolist()) == sorted(logits.topk(2).indices.tolist())
+                logits[logits < logits.topk(2).values[-1]] = -torch.inf
+            best = torch.log_softmax(logits, -1).topk(wanted.sampling.num_top_log_probs)
+            num_finite = int(best.values.isfinite().sum())
+            assert result.top_token_ids[j].tolist()[:num_finite] == best.indices.tolist()[:num_finite]
+            assert result.top_log_probs[j] == pytest.approx(best.values.numpy(), abs=1e-4)
+    assert results[2].top_token_ids is None and results[2].top_log_probs is None
 
 
 @pytest.mark.parametrize("which", ["all", "some"])

@@ -54,6 +54,7 @@ def make_model() -> Callable[..., Decoder]:
 def make_config() -> Callable[..., RunConfig]:
     def make(**flags: Any) -> RunConfig:
         config = RunConfig()
+        flags = {"max_logprob_gap": 0.0, **flags}  # the engine's log-probs of `make_samples` are made up
         for section in dataclasses.fields(config):
             values = getattr(config, section.name)
             mine = {f.name: flags.pop(f.name) for f in dataclasses.fields(values) if f.name in flags}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from miles.config.sections import AlgorithmConfig
-from miles.trainer.losses import TokenInputs, kl_estimate, policy_loss, sft_loss
+from miles.trainer.kl import kl_estimate
+from miles.trainer.losses import TokenInputs, policy_loss, sft_loss
 from miles.trainer.ratios import effective_sample_share
 
 
@@ -32,7 +33,7 @@ def test_clip_range_is_symmetric_until_the_upper_one_is_given() -> None:
 def test_entropy_and_kl_enter_the_loss_with_their_coefficients() -> None:
     log_probs_R, entropy_R = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.25])
     inputs = TokenInputs(torch.zeros(2), None, torch.tensor([-1.5, -1.0]))
-    config = AlgorithmConfig(entropy_coef=0.1, kl_loss_coef=2.0, kl_loss_type="k1")
+    config = AlgorithmConfig(use_kl_loss=True, entropy_coef=0.1, kl_loss_coef=2.0, kl_loss_type="k1")
     values = policy_loss(log_probs_R, entropy_R, inputs, config)
     assert values["kl_loss"].tolist() == [0.5, -1.0]
     assert values["loss"].tolist() == pytest.approx([2.0 * 0.5 - 0.05, 2.0 * -1.0 - 0.025])
@@ -62,5 +63,5 @@ def test_sft_is_the_negative_log_likelihood() -> None:
 
 def test_effective_sample_share_counts_each_answer_alone() -> None:
     ratio_R = torch.tensor([1.0, 1.0, 1.0, 3.0], dtype=torch.float64)
-    share = effective_sample_share(ratio_R, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]))
+    share = effective_sample_share(ratio_R, torch.tensor([2, 0, 2]))
     assert share.item() == pytest.approx((1.0 + 16.0 / (2 * 10.0)) / 2)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from miles.config.sections import AlgorithmConfig
 from miles.trainer.advantages import advantages
-from miles.trainer.losses import TokenInputs, kl_estimate, policy_loss
+from miles.trainer.kl import kl_estimate
+from miles.trainer.losses import TokenInputs, policy_loss
 from miles.trainer.ratios import log_ratio
 from miles.trainer.reduce import sample_mean_weights, token_mean_weights
 

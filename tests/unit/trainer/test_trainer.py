@@ -17,7 +17,7 @@ from miles.model.decoder import Decoder
 from miles.observe.names import check
 from miles.ops import logprob
 from miles.trainer import losses
-from miles.trainer.advantages import grpo_advantages
+from miles.trainer.advantages import group_relative, standardised
 from miles.trainer.trainer import LocalTrainer
 from miles.types import TrainSample
 
@@ -36,7 +36,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], to
 
 def plain_loss(model: Decoder, samples: list[TrainSample], *, per_token: bool) -> Tensor:
     """The on-policy GRPO loss by its definition, one sequence at a time, in float64."""
-    advantages = grpo_advantages([s.reward for s in samples], [s.group_index for s in samples])
+    advantages = group_relative([s.reward for s in samples], [s.group_index for s in samples], standardised)
     answers = []
     for sample, advantage in zip(samples, advantages, strict=True):
         hidden_TD = model(torch.tensor(sample.tokens), packed_context([len(sample.tokens)], device="cpu"))
@@ -139,7 +139,7 @@ def test_metrics_of_a_step_with_one_update(make_model, make_config, make_samples
     gaps = [(lp - torch.tensor(s.rollout_log_probs)).abs() for lp, s in zip(log_probs, samples, strict=True)]
     all_gaps = sorted(torch.cat(gaps).tolist())
     per_answer = lambda rows: sum(float(row.mean()) for row in rows) / len(rows)  # noqa: E731
-    advantages = grpo_advantages([s.reward for s in samples], [s.group_index for s in samples])
+    advantages = group_relative([s.reward for s in samples], [s.group_index for s in samples], standardised)
     assert rollout == pytest.approx(
         {
             "rollout/response_lengths": sum(s.response_length for s in samples) / 12,
@@ -153,6 +153,9 @@ def test_metrics_of_a_step_with_one_update(make_model, make_config, make_samples
             "rollout/entropy": per_answer(entropies),
             "rollout/advantages": float(advantages.mean()),
             "rollout/returns": float(advantages.mean()),
+            "rollout/no_signal_ratio": float((advantages == 0).double().mean()),
+            "rollout/no_signal_group_ratio": float((advantages.view(3, 4) == 0).all(1).double().mean()),
+            "rollout/max_sample_age": 0.0,
         },
         rel=1e-5,
         abs=1e-6,

@@ -1,0 +1,101 @@
+"""Checks of the numbers that run in every training run.
+
+At the first step some answers are scored twice by the same weights: packed together, and each alone. Packing must not
+change what a token is worth, so the two must agree to rounding. R: trained tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles.config.sections import RunConfig
+from miles.errors import TrainError
+from miles.model.decoder import Decoder
+from miles.trainer.batch import TokenBatch, micro_batches
+from miles.trainer.forward import Scorer
+
+NUM_CHECKED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLimits:
+    """Largest mean log-ratio, share of tokens outside of the clip range, and log-prob gap of one token."""
+
+    ppo_kl: float
+    clipfrac: float
+    gap: float
+
+
+LIMITS = {torch.float32: CheckLimits(1e-5, 1e-10, 1e-3), torch.bfloat16: CheckLimits(0.01, 0.05, 2.0)}
+
+# `--ci-test`, at the first optimizer step of a rollout. A ratio to detached log-probs is exactly 1; one to a pass in
+# another packing has its rounding.
+CI_DETACHED = CheckLimits(1e-9, 1e-10, 0.03)
+CI_GAP = 0.03
+
+
+def rescore_in_another_packing(
+    model: Decoder, scorer: Scorer, batch: TokenBatch, config: RunConfig
+) -> dict[str, float]:
+    """Metrics of the comparison. Raises `TrainError` when a limit is passed."""
+    trained = [i for i, target in enumerate(batch.targets) if target.ids]
+    chosen = trained[:: max(len(trained) // NUM_CHECKED, 1)][:NUM_CHECKED]
+    if not chosen:
+        return {}
+    part = _only(batch, chosen)
+    everyone = range(len(chosen))
+    together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=sys.maxsize))
+    alone_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=sys.maxsize, max_samples=1))
+    if not (together_R.isfinite() & alone_R.isfinite()).all():
+        return {}  # the optimizer step will name the samples
+    low, high = config.algorithm.eps_clip, config.algorithm.eps_clip_high or config.algorithm.eps_clip
+    ratio_R = (together_R - alone_R).exp()
+    found = {
+        "train/check_ppo_kl": float((alone_R - together_R).mean()),
+        "train/check_clipfrac": float(((ratio_R < 1 - low) | (ratio_R > 1 + high)).double().mean()),
+        "train/check_gap_max": float((alone_R - together_R).abs().max()),
+    }
+    limits = LIMITS[model.head_weight.dtype]
+    _hold("--ci-disable-kl-checker", "the same answers packed together and alone", found, limits)
+    return found
+
+
+def check_rollout(record: dict[str, float], *, detached: bool, dtype: torch.dtype) -> None:
+    """`--ci-test`: the first optimizer step of a rollout is judged against the weights that make it."""
+    limits = CI_DETACHED if detached else LIMITS[dtype]
+    found = {
+        "train/ppo_kl": record["train/ppo_kl"],
+        "train/pg_clipfrac": record["train/pg_clipfrac"],
+    }
+    _hold("--ci-disable-kl-checker", "--ci-test: the first optimizer step of a rollout", found, limits)
+
+
+def check_gap(log_probs_R: Tensor, rollout_log_probs_R: Tensor, *, limit: float) -> None:
+    """Raise a `TrainError` when trainer and engine differ by more than `limit` on average."""
+    gap = float((log_probs_R - rollout_log_probs_R).abs().double().mean())
+    if gap > limit:
+        raise TrainError(
+            f"trainer and engine differ by {gap:.4f} nat per token on average, more than --max-logprob-gap {limit}; "
+            "the weights are as they were before this optimizer step. Usual causes: stale weights in the engine, "
+            "another temperature or tokenizer on one side, old samples. --max-logprob-gap 0 goes on regardless"
+        )
+
+
+def _only(batch: TokenBatch, chosen: list[int]) -> TokenBatch:
+    lengths_S = batch.lengths_S[torch.tensor(chosen, device=batch.lengths_S.device)]
+    return TokenBatch([batch.samples[i] for i in chosen], [batch.targets[i] for i in chosen], lengths_S, None)
+
+
+def _hold(flag: str, what: str, found: dict[str, float], limits: CheckLimits) -> None:
+    bounds = (limits.ppo_kl, limits.clipfrac, limits.gap)
+    broken = [
+        f"{name} is {value:.3g}, at most {bound:g}"
+        for (name, value), bound in zip(found.items(), bounds, strict=False)
+        if not abs(value) <= bound
+    ]
+    if broken:
+        raise TrainError(f"{what} do not have the same log-probs: {'; '.join(broken)}. {flag} switches this check off")

@@ -1,0 +1,38 @@
+"""From graded samples to one advantage each: shaping, several rewards, the estimator of the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from miles.config.sections import RunConfig
+from miles.errors import TrainError
+from miles.trainer.advantages import advantages, overlong_penalty, summed_advantages
+from miles.types import TrainSample
+
+
+def shaped_rewards(samples: Sequence[TrainSample], config: RunConfig) -> list[float]:
+    """The rewards that advantages come from: as graded, minus the penalty for answers near the length limit."""
+    buffer = config.algorithm.overlong_buffer_len
+    if buffer is None:
+        return [sample.reward for sample in samples]
+    longest, factor = config.rollout.rollout_max_response_len, config.algorithm.overlong_penalty_factor
+    return [s.reward + factor * overlong_penalty(s.response_length, max_length=longest, buffer=buffer) for s in samples]
+
+
+def sample_advantages(samples: Sequence[TrainSample], config: RunConfig) -> Tensor:
+    """The advantage of each sample, float64. Raises `TrainError` when a field of `--reward-keys` is missing."""
+    group_ids = [sample.group_index for sample in samples]
+    keys = config.reward.reward_keys
+    if not keys:
+        return advantages(shaped_rewards(samples, config), group_ids, config.algorithm)
+    by_key = {key: [_field(sample, key) for sample in samples] for key in keys}
+    return summed_advantages(by_key, group_ids, config.algorithm)
+
+
+def _field(sample: TrainSample, key: str) -> float:
+    if sample.rewards is None or key not in sample.rewards:
+        has = "is not a dict" if sample.rewards is None else f"has {', '.join(sample.rewards) or 'no number'}"
+        raise TrainError(f"--reward-keys: the reward of sample {sample.index} has no number {key!r}; it {has}")
+    return sample.rewards[key]
