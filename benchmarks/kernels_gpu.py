@@ -1,28 +1,24 @@
 """Times the Triton kernels at the shapes of the recipe (Qwen3-0.6B, 256 answers of 32 prompts) on one CUDA device.
 
-    python benchmarks/kernels_gpu.py [--recipe recipe.json]
+    python benchmarks/kernels_gpu.py [--write FOLDER]
 
-`recipe.json` holds `prompt_lengths` and `answer_lengths`; without it lengths are drawn at random with the same mean. Each
-row gives the time, the rate it means, and its share of the limit measured in the same run: a matrix product of 8192 for
-attention, a device-to-device copy for the rest. Peers are the library calls that could take the kernel's place. Ends with
-one JSON line.
+Each row gives the time, the rate it means and its share of the limit measured in the same run: a matrix product of 8192
+for attention and the head, a device-to-device copy for the rest. Peers are the library calls that could take a kernel's
+place. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
 
+from benchmarks.machine import copy_rate, matrix_rate, record
+from benchmarks.recipe import ANSWERS_PER_PROMPT, LENGTHS
 from miles.ops import triton_norm_rope as small_steps
 from miles.ops.logprob import token_log_probs
 from miles.ops.sampling import row_seeds, sample
@@ -50,7 +46,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 
 def graph_milliseconds(run: Callable[[], object], calls: int = 8) -> float:
-    """Time of one of `calls` calls replayed from a CUDA graph, as in a decode step: launches cost nothing on the host."""
+    """Time of one of `calls` calls replayed from a CUDA graph, as in a decode step: no launch waits for the host."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -63,12 +59,8 @@ def graph_milliseconds(run: Callable[[], object], calls: int = 8) -> float:
 class Table:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, float]] = {}
-        print("measuring the limits", flush=True)
-        a, b = torch.randn(2, 8192, 8192, **BF16)
-        self.flops = 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e3
-        source = torch.randint(256, (2**31,), device="cuda", dtype=torch.uint8)
-        target = torch.empty_like(source)
-        self.bytes = 2 * 2**31 / milliseconds(lambda: target.copy_(source)) * 1e3
+        self.flops = matrix_rate("cuda", torch.bfloat16)
+        self.bytes = copy_rate("cuda")
         print(f"matrix product {self.flops / 1e12:.0f} TFLOP/s, copy {self.bytes / 1e9:.0f} GB/s\n")
         print(f"{'':44s}{'us':>11s}{'rate':>16s}{'of limit':>10s}")
 
@@ -77,17 +69,6 @@ class Table:
         rate = f"{flops / ms / 1e9:.0f} TFLOP/s" if flops else f"{num_bytes / ms / 1e6:.0f} GB/s"
         self.rows[name] = {"seconds": ms / 1e3, "limit_seconds": limit_ms / 1e3, "share_of_limit": limit_ms / ms}
         print(f"{name:44s}{ms * 1e3:11.1f}{rate:>16s}{limit_ms / ms:10.2f}", flush=True)
-
-
-def recipe_lengths(path: Path | None) -> tuple[list[int], list[int]]:
-    """Prompt and answer length of every sequence."""
-    if path is None:
-        generator = torch.Generator().manual_seed(0)
-        answers = (torch.randn(256, generator=generator) * 280 + 740).clamp(64, 1024).int().tolist()
-        return [100] * 256, answers
-    recipe = json.loads(path.read_text())
-    prompts, answers = recipe["prompt_lengths"], recipe["answer_lengths"]
-    return [prompt for prompt in prompts for _ in range(len(answers) // len(prompts))], answers
 
 
 def packed_attention(table: Table, lengths: list[int], label: str) -> None:
@@ -164,7 +145,7 @@ def head(table: Table, num_rows: int, num_tokens: int) -> None:
     targets = torch.randint(VOCAB, (num_tokens,), device="cuda")
     product_flops = 2 * num_tokens * VOCAB * HIDDEN
     ms = milliseconds(lambda: torch.mm(hidden, weight.t(), out_dtype=torch.float32))
-    table.add(f"  head product, float32 out, {num_tokens} tokens", ms, flops=product_flops)
+    table.add(f"  peer: head product alone, float32 out, {num_tokens} tokens", ms, flops=product_flops)
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     log_probs, entropy, log_sums = chunk_log_probs(logits, targets, 1.0)
     ms = milliseconds(lambda: chunk_log_probs(logits, targets, 1.0))
@@ -180,8 +161,10 @@ def head(table: Table, num_rows: int, num_tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, help="JSON file with prompt_lengths and answer_lengths")
-    prompts, answers = recipe_lengths(parser.parse_args().recipe)
+    parser.add_argument("--write", type=Path, help="folder for the result, for example benchmarks/results")
+    write = parser.parse_args().write
+    prompts = [length for length in LENGTHS["prompt_lengths"] for _ in range(ANSWERS_PER_PROMPT)]
+    answers = LENGTHS["answer_lengths"]
     lengths = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     torch.manual_seed(0)
     table = Table()
@@ -191,38 +174,31 @@ def main() -> None:
     halfway = [prompt + answer // 2 for prompt, answer in zip(prompts, answers, strict=True)]
     paged_attention(table, halfway, "256 answers halfway")
     paged_attention(table, [1000] * 256, "256 x 1000")
-    paged_attention(table, [1000] * 32, "32 x 1000")
+    paged_attention(table, [1000] * 64, "64 x 1000")
     paged_attention(table, [1000], "1 x 1000")
     paged_attention(table, [4096] * 4, "4 x 1024 of 4096", new_tokens=1024)
     steps_between_products(table, 256)
     steps_between_products(table, 32768)
     head(table, 256, 4096)
 
-    properties = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    ours = [row for name, row in table.rows.items() if not name.startswith("  ")]
+    peers = {name: row for name, row in table.rows.items() if name.startswith("  ")}
+    ours = [row for name, row in table.rows.items() if name not in peers]
     seconds, limit_seconds = (sum(row[key] for row in ours) for key in ("seconds", "limit_seconds"))
     result = {
-        "name": "kernels_gpu",
-        "seconds": seconds,
+        "name": "kernels",
+        "seconds": seconds,  # of all rows, one call each
         "limit_seconds": limit_seconds,
         "share_of_limit": limit_seconds / seconds,
         "peers": {
             name.removeprefix("  peer: "): {"seconds": row["seconds"], "version": torch.__version__}
-            for name, row in table.rows.items()
-            if name.startswith("  peer: ")
+            for name, row in peers.items()
         },
-        "kernels": table.rows,
+        "kernels": {name.strip(): row for name, row in table.rows.items()},
         "matrix_tflops": table.flops / 1e12,
         "copy_gb_per_s": table.bytes / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "hardware": properties.name,
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(result))
+    record(result, write=write)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ LOG2_E = 1.4426950408889634
 # Tiles per (kernel, bytes of an element): queries, keys, warps, pipeline stages. Measured on an H200; float32 has no
 # fast path, its tiles only have to fit into shared memory.
 TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("forward", 2): (128, 64, 8, 3),
-    ("keys", 2): (64, 128, 8, 2),
-    ("queries", 2): (128, 64, 8, 2),
+    ("forward", 2): (64, 64, 4, 3),
+    ("keys", 2): (64, 64, 4, 2),
+    ("queries", 2): (64, 64, 4, 2),
     ("forward", 4): (32, 32, 4, 1),
     ("keys", 4): (32, 32, 4, 1),
     ("queries", 4): (32, 32, 4, 1),
 }
+BYTES_FOR_THREE_STAGES = 116_000  # shared memory of the largest tile; consumer devices have 101,376
 
 
 @triton.jit
@@ -146,12 +147,11 @@ def _backward_keys_kernel(
 
 
 @triton.jit
-def _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_log2, EDGE: tl.constexpr):
+def _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_log2):
     """Adds a block of keys to dq [M, H]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     weights = tl.exp2(scores * scale_log2 - lse[:, None])
-    if EDGE:
-        weights = tl.where(offs_m[:, None] >= first + offs_n[None, :], weights, 0.0)
+    weights = tl.where(offs_m[:, None] >= first + offs_n[None, :], weights, 0.0)
     dweights = tl.dot(grad, tl.trans(v), input_precision="ieee")
     dscores = weights * (dweights - delta[:, None])
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
@@ -183,15 +183,10 @@ def _backward_queries_kernel(
     delta = tl.sum(grad.to(tl.float32) * out_desc.load([start + first_m, head * H]).to(tl.float32), 1)
     tl.store(delta_ptr + stats, delta, mask=rows)
     dq = tl.zeros([BLOCK_M, H], tl.float32)
-    edge = first_m // BLOCK_N * BLOCK_N
-    for first in range(0, edge, BLOCK_N):
+    for first in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_N):
         k = k_desc.load([start + first, kv_column])
         v = v_desc.load([start + first, kv_column])
-        dq = _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_log2, EDGE=False)
-    for first in range(edge, tl.minimum(first_m + BLOCK_M, length), BLOCK_N):
-        k = k_desc.load([start + first, kv_column])
-        v = v_desc.load([start + first, kv_column])
-        dq = _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_log2, EDGE=True)
+        dq = _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_log2)
 
     dq_ptrs = dq_ptr + token[:, None] * dq_stride_t + head * H + tl.arange(0, H)[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None])
@@ -221,6 +216,10 @@ def _launch(
 ) -> None:
     """Starts `kernel` with descriptors of q, k, v (and of the output's gradient and the output), then `args`."""
     block_m, block_n, num_warps, num_stages = TILES[name, tensors[0].element_size()]
+    if tensors[0].is_cuda:
+        properties = torch.cuda.get_device_properties(tensors[0].device)
+        if properties.shared_memory_per_block_optin < BYTES_FOR_THREE_STAGES:
+            num_stages = min(num_stages, 2)
     blocks = (block_m, block_n, block_n, block_m, block_m)
     descriptors = [_tiles_of(x, block) for x, block in zip(tensors, blocks, strict=False)]
     descriptors += [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block_m]) for x in stats]

@@ -23,13 +23,16 @@ NUM_WARPS = 8
 
 @triton.jit
 def softmax_of_block(row_ptr, first, inverse_temperature, V, BLOCK: tl.constexpr):
-    """Of the ids `first` and up: tempered logits z [BLOCK], their maximum, e^(z - maximum) [BLOCK] and its sum."""
+    """Of the ids `first` and up: z - maximum [BLOCK], the maximum, e^(z - maximum) [BLOCK] and its sum.
+
+    The multiply-add is explicit: left to the compiler, one kernel would fuse it and another would not."""
     ids = first + tl.arange(0, BLOCK)
-    z = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf")) * inverse_temperature
-    maximum = tl.max(z, 0)
+    logits = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf"))
+    maximum = tl.max(logits, 0) * inverse_temperature
     maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-    weights = tl.exp(z - maximum)
-    return z, maximum, weights, tl.sum(weights, 0)
+    centred = tl.fma(logits, tl.broadcast_to(inverse_temperature, logits.shape), -maximum)
+    weights = tl.exp(centred)
+    return centred, maximum, weights, tl.sum(weights, 0)
 
 
 @triton.jit
@@ -54,8 +57,8 @@ def _log_probs_kernel(
     sums = tl.zeros([NUM_BLOCKS], tl.float32)
     weighted_sums = tl.zeros([NUM_BLOCKS], tl.float32)
     for first in range(0, V, BLOCK):
-        z, maximum, weights, total = softmax_of_block(row_ptr, first, inverse_temperature, V, BLOCK)
-        weighted = tl.sum(tl.where(weights > 0.0, weights * (z - maximum), 0.0), 0)
+        centred, maximum, weights, total = softmax_of_block(row_ptr, first, inverse_temperature, V, BLOCK)
+        weighted = tl.sum(tl.where(weights > 0.0, weights * centred, 0.0), 0)
         here = blocks == first // BLOCK
         maxima = tl.where(here, maximum, maxima)
         sums = tl.where(here, total, sums)
@@ -63,8 +66,8 @@ def _log_probs_kernel(
     maximum, factors, total = join_blocks(maxima, sums)
     weighted = tl.sum(tl.where(sums > 0.0, factors * (weighted_sums + (maxima - maximum) * sums), 0.0), 0)
     log_total = tl.log(total)
-    target = tl.load(row_ptr + tl.load(targets_ptr + row)) * inverse_temperature
-    tl.store(log_probs_ptr + row, target - maximum - log_total)
+    target = tl.load(row_ptr + tl.load(targets_ptr + row))
+    tl.store(log_probs_ptr + row, tl.fma(target, inverse_temperature, -maximum) - log_total)
     tl.store(entropy_ptr + row, log_total - weighted / total)
     tl.store(log_sums_ptr + row, maximum + log_total)
 

@@ -18,10 +18,13 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 CHUNK = 256  # part of the meaning of a result: another value gives other last bits
-BLOCK_KEYS = 64  # likewise
 
-# Enough programs to keep an H200 busy to the end of the grid; more only adds merging.
-TARGET_PROGRAMS = 8192
+# Keys of a block, warps, pipeline stages by rows of a tile, measured on an H200. The first is for decode and for prompt
+# chunks that must get its bits, so it is part of the meaning of a result too.
+TILES = {16: (128, 4, 3), 64: (64, 4, 2)}
+
+# With this many programs an H200 is busy; a finer split only adds merging.
+TARGET_PROGRAMS = 1024
 
 
 @triton.jit
@@ -183,7 +186,8 @@ def paged_flash_attention(
     group = num_heads // num_kv_heads
     max_chunks = triton.cdiv(num_blocks * page_size, CHUNK)
     decode = max_query_len == 1
-    block_rows = max(16, triton.next_power_of_2(group)) if decode else max(query_rows, triton.next_power_of_2(group))
+    block_rows = max(16 if decode else query_rows, triton.next_power_of_2(group))
+    block_keys, num_warps, num_stages = TILES[16 if block_rows <= 16 else 64]
     block_queries = 1 if decode else block_rows // group
     tiles = num_seqs if decode else num_tokens // block_queries + num_seqs
     splits = min(max_chunks, triton.cdiv(TARGET_PROGRAMS, tiles * num_kv_heads)) if decode else 1
@@ -198,7 +202,8 @@ def paged_flash_attention(
         scale * LOG2_E, num_seqs, splits, num_heads, max_chunks,
         *q_TNH.stride()[:2], *k_cache_KSH.stride()[:2], *v_cache_KSH.stride()[:2], block_tables.stride(0),
         GROUP=group, H=size, PAGE=page_size, CHUNK=CHUNK, BLOCK_Q=block_queries, BLOCK_M=block_rows,
-        BLOCK_N=BLOCK_KEYS, SPLIT=splits > 1, num_warps=4, num_stages=3 if q_TNH.element_size() == 2 else 1,
+        BLOCK_N=block_keys, SPLIT=splits > 1, num_warps=num_warps,
+        num_stages=num_stages if q_TNH.element_size() == 2 else 1,
     )  # fmt: skip
     if splits > 1:
         heads = min(4, triton.next_power_of_2(num_heads))

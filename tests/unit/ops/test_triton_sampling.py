@@ -13,6 +13,7 @@ from tests.gpu.ops.references import require_interpreter
 
 require_interpreter()
 
+from miles.ops.triton_logprob import chunk_log_probs  # noqa: E402
 from miles.ops.triton_sampling import sample_uncut  # noqa: E402
 
 
@@ -31,6 +32,14 @@ def test_same_draws_as_the_reference() -> None:
         assert actual.finite_R.all()
         plain = sample_uncut(logits, seeds_R2=seeds)
         assert torch.equal(plain.tokens_R, sample(logits.clone(), seeds_R2=seeds).tokens_R)
+
+
+def test_the_trainer_computes_the_same_bits() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(5, 9000) * 3
+    seeds = row_seeds(torch.arange(5), torch.arange(5))
+    draw = sample_uncut(logits, seeds_R2=seeds, temperature_R=torch.full((5,), 0.7))
+    assert torch.equal(chunk_log_probs(logits, draw.tokens_R, 0.7)[0], draw.log_probs_R)
 
 
 def test_rows_that_are_not_finite_are_reported() -> None:
