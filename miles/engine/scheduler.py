@@ -201,7 +201,6 @@ class Scheduler:
             table.blocks[follower, :num_blocks] = blocks
             table.num_blocks[follower] = num_blocks
             table.computed[follower] = len(live.prompt)
-            table.cache_version[follower] = table.cache_version[row]
             table.waits[follower] = False
 
     def _requeue(self, live: LiveRequest) -> None:

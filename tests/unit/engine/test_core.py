@@ -126,6 +126,21 @@ def test_a_longer_prompt_reuses_the_full_blocks_of_prompt_and_answer() -> None:
     assert result.cached_tokens == 16
 
 
+def test_a_block_that_others_may_find_is_not_written() -> None:
+    core = make_core(MODEL)
+    prompt = [4, 7, 9, 11, 20, 21]  # the second block is half full, and the first answer fills it
+    first, second = request(0, prompt, 6, ignore_eos=True), request(1, prompt, 6, ignore_eos=True)
+    core.add([first])
+    answer = run_all(core)[0].output_ids
+    core.add([second])
+    check(run_all(core)[1], second)  # starts from the half full block
+    third = request(2, prompt + answer[:3], 6, ignore_eos=True)
+    core.add([third])
+    result = run_all(core)[2]
+    check(result, third)
+    assert result.cached_tokens == 8
+
+
 def test_without_the_prefix_index_nothing_is_shared() -> None:
     core = make_core(MODEL, engine_disable_radix_cache=True)
     core.add([request(i, list(range(2, 13)), 1) for i in range(3)])
@@ -361,6 +376,23 @@ def test_a_new_version_never_meets_blocks_of_older_weights(mode: str | None) -> 
         check(results[wanted.request_id], wanted, newer)
 
 
+def test_answers_finished_after_an_update_leave_nothing_behind() -> None:
+    model, newer = make_model(), make_model(seed=1)
+    core = make_core(model)
+    first = request(0, list(range(2, 10)), 12, ignore_eos=True)
+    core.add([first])
+    run_steps(core, 5)
+    core.pause("in_place")
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), newer.parameters(), strict=True):
+            parameter.copy_(value)
+    core.set_version(1)
+    answer = run_all(core)[0].output_ids
+    second = request(1, [*first.prompt_ids, *answer], 4)
+    core.add([second])
+    check(run_all(core)[1], second, newer)
+
+
 def run_steps(core: EngineCore, count: int) -> None:
     for _ in range(count):
         core.step()
@@ -380,6 +412,8 @@ def test_damaged_weights_fail_the_request_and_do_not_spread(bad: float) -> None:
     for wanted in hit:
         assert results[wanted.request_id].finish_reason is FinishReason.ERROR
         assert "37 NaN and 0 infinite of 37 logits at token position 7" in results[wanted.request_id].error
+    core.add([request(13, [4, 3, 5, 6, 7, 8, 9], 6)])  # what is left of its siblings must not be found
+    assert run_all(core)[13].finish_reason is FinishReason.ERROR
     healthy = [wanted for wanted in good if 3 not in reference_answer(model, wanted)[0]]
     assert healthy
     for wanted in healthy:
