@@ -46,7 +46,7 @@ def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
         cuts=_cuts(table, rows_R, np.flatnonzero(cut_R), upload) if cut_R.any() else None,
     )
     finite_R = drawn.finite_R.cpu().numpy()
-    failures = {} if finite_R.all() else {i: _describe(logits_RV[i]) for i in np.flatnonzero(~finite_R).tolist()}
+    failures = {i: _describe(logits_RV[i], cut=cut_R[i]) for i in np.flatnonzero(~finite_R).tolist()}
     scanned = [(i, table.live[rows_R[i]]) for i in np.flatnonzero(table.scanned[rows_R]).tolist()]
     kept = _kept(logits_RV, [i for i, live in scanned if live is not None and live.kept is not None])
     num_top = {i: live.request.sampling.num_top_log_probs for i, live in scanned if live is not None}
@@ -85,6 +85,7 @@ def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload: Ca
     return Cuts(upload(which), upload(top_k), upload(top_p), upload(table.min_p[rows]), num_candidates)
 
 
-def _describe(logits_V: Tensor) -> str:
-    num_nan, num_inf = int(logits_V.isnan().sum()), int(logits_V.isinf().sum())
+def _describe(logits_V: Tensor, *, cut: bool) -> str:
+    # -inf is also the mark of a token that was cut
+    num_nan, num_inf = int(logits_V.isnan().sum()), int((logits_V.isposinf() if cut else logits_V.isinf()).sum())
     return f"{num_nan} NaN and {num_inf} infinite of {len(logits_V)} logits"
