@@ -254,10 +254,11 @@ def attention_backward(
     delta = _stats(q_TNH.shape[1], q_TNH.shape[0], cu_seqlens)
     tensors = (q_TNH, k_TKH, v_TKH, _copyable(grad_TNH))
     scales = (scale, scale * LOG2_E)
-    args = (lse, delta, dq_TNH, cu_seqlens, *scales, lse.stride(0), dq_TNH.stride(0))
-    _launch(_backward_queries_kernel, "queries", (*tensors, out_TNH), args, cu_seqlens, max_seqlen)
-    args = (dk_TKH, dv_TKH, cu_seqlens, *scales, dk_TKH.stride(0))
-    _launch(_backward_keys_kernel, "keys", tensors, args, cu_seqlens, max_seqlen, stats=(lse, delta))
+    # The kernel over queries also fills `delta`, which the kernel over keys reads.
+    query_args = (lse, delta, dq_TNH, cu_seqlens, *scales, lse.stride(0), dq_TNH.stride(0))
+    _launch(_backward_queries_kernel, "queries", (*tensors, out_TNH), query_args, cu_seqlens, max_seqlen)
+    key_args = (dk_TKH, dv_TKH, cu_seqlens, *scales, dk_TKH.stride(0))
+    _launch(_backward_keys_kernel, "keys", tensors, key_args, cu_seqlens, max_seqlen, stats=(lse, delta))
     return dq_TNH, dk_TKH, dv_TKH
 
 
@@ -273,6 +274,7 @@ class _PackedFlashAttention(torch.autograd.Function):
         return out_TNH
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
         q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens = ctx.saved_tensors
         grads = attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, ctx.max_seqlen, ctx.scale)
