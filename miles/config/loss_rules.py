@@ -127,8 +127,6 @@ def _distillation(algorithm: AlgorithmConfig) -> Iterator[str]:
             value = algorithm.opd_teacher_load if name == "opd_teacher_load" else algorithm.opd_log_prob_top_k
             if value:
                 yield f"{spelling(name)} would be ignored: add --use-opd"
-    if algorithm.loss_type == "custom_loss" and algorithm.use_opd and algorithm.opd_log_prob_top_k:
-        yield "--opd-log-prob-top-k is a term of policy_loss: a custom loss gets inputs.policy_at_teacher_top_RK instead"
 
 
 def _critic(config: RunConfig) -> Iterator[str]:

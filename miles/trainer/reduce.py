@@ -34,7 +34,7 @@ def token_mean_weights(lengths_S: Tensor) -> Tensor:
     return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64, device=lengths_S.device)
 
 
-def constant_weights(lengths_S: Tensor, *, length: int) -> Tensor:
+def constant_weights(lengths_S: Tensor, *, length: float) -> Tensor:
     """Sum over the tokens of an answer divided by one length for all, then mean over the answers: long answers weigh
     more, as in the policy gradient itself (Dr.GRPO, arXiv 2503.20783). Float64.
     """

@@ -9,17 +9,6 @@ from miles.trainer.losses import TokenInputs, policy_loss, sft_loss
 from miles.trainer.ratios import effective_sample_share
 
 
-def test_field_note_19_a_single_update_has_ratio_exactly_1_and_the_policy_gradient() -> None:
-    log_probs_R = torch.tensor([-0.123, -4.56, -0.7], requires_grad=True)
-    advantages_R = torch.tensor([2.0, -1.0, 0.0])
-    values = policy_loss(log_probs_R, torch.zeros(3), TokenInputs(advantages_R), AlgorithmConfig())
-    values["loss"].sum().backward()
-    assert values["ppo_kl"].tolist() == [0.0, 0.0, 0.0]
-    assert values["pg_loss"].tolist() == [-2.0, 1.0, 0.0]
-    assert values["pg_clipfrac"].tolist() == [0.0, 0.0, 0.0]
-    assert log_probs_R.grad.tolist() == [-2.0, 1.0, 0.0]
-
-
 def test_clip_range_is_symmetric_until_the_upper_one_is_given() -> None:
     old_R = torch.zeros(1, dtype=torch.float64)
     new_R = torch.tensor([1.25], dtype=torch.float64).log()
@@ -47,12 +36,28 @@ def test_low_var_kl_is_k3_inside_its_limits_and_bounded_outside() -> None:
     assert kl_estimate(*far, "low_var_kl").tolist() == [10.0, 10.0]
 
 
-def test_far_apart_log_probs_stay_finite() -> None:
-    new_R = torch.tensor([-0.1, -300.0], requires_grad=True)
-    inputs = TokenInputs(torch.tensor([1.0, -1.0]), torch.tensor([-300.0, -0.1]))
-    values = policy_loss(new_R, torch.zeros(2), inputs, AlgorithmConfig())
-    values["loss"].sum().backward()
-    assert values["loss"].isfinite().all() and new_R.grad.isfinite().all()
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_unbiased_kl_has_the_gradient_of_the_kl(kind: str) -> None:
+    """Exact expectation over a small vocabulary. k1 and k3 give the KL's gradient, k2 its own; without the ratio k1 has
+    no gradient at all on average."""
+    logits_V = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    log_ref_V = torch.tensor([0.1, 0.5, -0.4, 0.2], dtype=torch.float64).log_softmax(-1)
+    log_p_V = logits_V.log_softmax(-1)
+    p_V = log_p_V.detach().exp()
+    means = {}
+    for unbiased in (True, False):
+        config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=unbiased)
+        inputs = TokenInputs(torch.zeros(4), None, log_ref_V, lengths_S=torch.ones(4, dtype=torch.int64))
+        loss_V = policy_loss(log_p_V, torch.zeros(4), inputs, config)["loss"]
+        (means[unbiased],) = torch.autograd.grad((p_V * loss_V).sum(), logits_V, retain_graph=True)
+    estimate_V = kl_estimate(log_p_V, log_ref_V, kind)
+    (expected,) = torch.autograd.grad((log_p_V.exp() * estimate_V).sum(), logits_V, retain_graph=True)
+    torch.testing.assert_close(means[True], expected)
+    if kind == "k1":
+        torch.testing.assert_close(means[False], torch.zeros(4, dtype=torch.float64))
+    if kind != "k2":
+        (kl,) = torch.autograd.grad((logits_V.softmax(-1) * (logits_V.log_softmax(-1) - log_ref_V)).sum(), logits_V)
+        torch.testing.assert_close(means[True], kl)
 
 
 def test_sft_is_the_negative_log_likelihood() -> None:
