@@ -60,12 +60,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     rm -rf "$venv"
     make_venv "$python"
 fi
-extras=dev
 if nvidia-smi >/dev/null 2>&1; then
     extras=dev,gpu
     echo "installing Miles with a CUDA build of torch (nvidia-smi works); this takes some minutes the first time"
 else
     echo "installing Miles with a CPU build of torch (no NVIDIA GPU was found); this takes some minutes the first time"
+    extras=dev,interpreter
     install_cpu_torch
 fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"

@@ -251,7 +251,7 @@ def no_workplace_paths(repository: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(repository):
         kept = [name for name in subfolders if name == ".ci" or not name.startswith(".")]
         subfolders[:] = sorted(set(kept) - {"runs", "build", "dist", "__pycache__"})
-        for file in sorted(files):
+        for file in sorted(set(files) - {".git"}):  # a file in a worktree of git
             path = Path(folder, file)
             if path.stat().st_size > MAX_TEXT_BYTES:
                 continue
