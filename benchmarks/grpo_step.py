@@ -4,9 +4,9 @@
 
 One step: write 256 answers with log-probs, score them (exact match of the last token: the reward is not what is
 measured), one optimizer step with forward, backward, clip and AdamW, give the engine the new weights. The first
-repetition warms up and is reported apart; the others give medians. The limit is the bytes decoding must read (weights once
-per engine step, the KV cache once per token, prompts once per answer) at the measured copy rate, plus 6 N tokens at the
-measured matrix rate. The peer's figure was measured on the same kind of GPU by its own script, not in this run.
+repetition warms up and is reported apart; the others give medians. The limit is the bytes decoding must read (weights
+once per engine step, the KV cache once per token, prompts once per answer) at the measured copy rate, plus 6 N tokens
+at the measured matrix rate. The peer's figure was measured on the same kind of GPU by its own script, not in this run.
 """
 
 from __future__ import annotations
