@@ -141,7 +141,8 @@ class HookThread:
             except Exception as error:  # not caught here: the caller raises it
                 caller.call_soon_threadsafe(settle, None, error)
             except SystemExit as error:
-                caller.call_soon_threadsafe(settle, None, RuntimeError(f"it called sys.exit({error.code})"))
+                exited = RuntimeError(f"it called sys.exit({error.code})").with_traceback(error.__traceback__)
+                caller.call_soon_threadsafe(settle, None, exited)
             else:
                 # at once, and not through this loop, which may have to run other plain functions first
                 caller.call_soon_threadsafe(settle, value, None)

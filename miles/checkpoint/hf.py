@@ -47,8 +47,7 @@ def export_hf(
     when it is whole; an earlier export there is replaced. Raises `CheckpointError` when `target` holds something that
     is not a model, `StorageError` when writing fails.
     """
-    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not a model folder; choose another folder for the export")
+    check_export_target(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
@@ -64,6 +63,12 @@ def export_hf(
             folder.rename(target)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write the model folder {target}: {error}; nothing is left of it") from error
+
+
+def check_export_target(target: Path) -> None:
+    """Raise `CheckpointError` when `target` holds something that is not a model: an export would destroy it."""
+    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not a model folder; choose another folder for the export")
 
 
 def _write_config(folder: Path, source: Path, dtype: torch.dtype) -> None:

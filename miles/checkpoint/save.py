@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,19 @@ def save_checkpoint(
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise StorageError(
             f"{root}: cannot save the checkpoint of iteration {iteration}: {reason}; {_what_is_left(root)}"
+        ) from error
+
+
+def check_save_root(root: Path) -> None:
+    """Make the folder of the checkpoints, and raise `StorageError` now if nothing can be written there."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise StorageError(
+            f"--save {root}: no checkpoint could be saved here: {error.strerror}; choose another folder or get the "
+            "rights to it"
         ) from error
 
 

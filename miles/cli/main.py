@@ -6,6 +6,7 @@ A module is imported when its command runs, so that `miles --help` needs neither
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    _open_streams()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -40,6 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe such as `miles train --help | head` has left; nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_streams() -> None:
+    """A closed stream becomes `/dev/null`, and what a terminal cannot show is printed as an escape: neither may end a
+    run. The numbers of closed streams would otherwise go to the next files and pipes."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(arguments: list[str]) -> int:

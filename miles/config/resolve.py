@@ -84,5 +84,5 @@ def identity_diff(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
     return [
         f"{FLAGS[name].spelling}: {stored[name]} in the run folder, {wanted[name]} now"
         for name in wanted
-        if stored[name] != wanted[name]
+        if name in stored and stored[name] != wanted[name]
     ]

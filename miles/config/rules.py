@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from miles.config.fields import SATISFIED
-from miles.config.flags import FLAGS, Flag, flatten, spelling
+from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
 from miles.config.loss_rules import loss_violations
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
 from miles.errors import ConfigError
+
+# What a worker says it is doing (`loop/stages.py`, `loop/build.py`).
+PHASES = ("start", "load", "eval", "rollout", "train", "update_weights", "save_model", "export_hf")
+
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+)
 
 
 def check(config: RunConfig) -> None:
@@ -99,6 +106,12 @@ def _sampling_for_training(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _reference(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if config.model.ref_load is not None and not algorithm.use_kl_loss and algorithm.kl_coef == 0:
+        yield f"--ref-load {config.model.ref_load} would be ignored: add --use-kl-loss or --kl-coef, or leave it out"
+
+
 def _batches(config: RunConfig) -> Iterator[str]:
     batch, total = config.batch, samples_per_rollout(config)
     if total < 1:
@@ -164,6 +177,16 @@ def _layout(config: RunConfig) -> Iterator[str]:
             yield f"{wish} cannot be obeyed here: {flag.help}, always"
 
 
+def _names_in_mappings(config: RunConfig) -> Iterator[str]:
+    """Keys of a JSON flag that nobody would read, or that the prompts themselves fill in."""
+    for phase in config.process.phase_deadlines:
+        if phase not in PHASES:
+            known = ", ".join(PHASES)
+            yield f"--phase-deadlines: there is no phase {phase!r}{closest(phase, PHASES)}; there are {known}"
+    for name in sorted(TEMPLATE_ARGUMENTS.intersection(config.data.apply_chat_template_kwargs)):
+        yield f"--apply-chat-template-kwargs cannot set {name!r}: it is given to the chat template for each prompt"
+
+
 def _run_folder(config: RunConfig) -> Iterator[str]:
     name = config.run_dir.run_name
     if name is not None and (name in ("", ".", "..") or "/" in name):
@@ -174,11 +197,13 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _required,
     _bounds,
     _sampling,
+    _reference,
     _batches,
     _reward,
     loss_violations,
     _optimizer,
     _evaluation,
     _layout,
+    _names_in_mappings,
     _run_folder,
 )

@@ -380,7 +380,7 @@ class ProcessConfig:
         5.0, "a worker that is silent for longer counts as hung", unit="s", bounds=ABOVE_ZERO, resume=True
     )
     phase_deadlines: dict[str, float] = flag(
-        {}, 'longest time of a phase in seconds, as JSON: {"generate": 600}', unit="s", bounds=ABOVE_ZERO, resume=True
+        {}, 'longest time of a phase in seconds, as JSON: {"rollout": 600}', unit="s", bounds=ABOVE_ZERO, resume=True
     )
     progress: str = flag(
         "auto",

@@ -99,6 +99,9 @@ def _read_jsonl(path: Path, rows: slice, flag: str) -> tuple[int, list[tuple[int
         except ValueError as error:
             bad.add(number, f"is not JSON: {error}")
             continue
+        except RecursionError:
+            bad.add(number, "is nested too deeply to be read")
+            continue
         if not isinstance(row, dict):
             bad.add(number, f"is a JSON {type(row).__name__}; expected an object with columns")
             continue

@@ -40,11 +40,10 @@ class LocalEngine:
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._paused = False
         self._failure: str | None = None
+        half = f"{self._core.cache.num_bytes / 2 / 2**30:.2f} GB"
         logger.info(
-            "KV Cache is allocated. dtype: %s, #tokens: %d, size: %.2f GB",
-            self._core.cache.k_caches[0].dtype,
-            self.num_cache_tokens,
-            self._core.cache.num_bytes / 2**30,
+            f"KV Cache is allocated. dtype: {self._core.cache.k_caches[0].dtype}, #tokens: {self.num_cache_tokens}, "
+            f"K size: {half}, V size: {half}"
         )
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from miles.checkpoint.load import load_checkpoint
+from miles.checkpoint.hf import check_export_target
+from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from miles.checkpoint.save import check_save_root
 from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
-from miles.errors import ConfigError
+from miles.errors import CheckpointError, ConfigError
 from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
@@ -123,18 +125,21 @@ def _assemble(
     suites = load_suites(config, tokenizer, max_context_len=max_context_len, check_label=check_label)
     schedule = plan_schedule(config, num_prompts=len(source))
     heartbeat.set_phase("load", detail="checkpoint")
-    loaded = load_checkpoint(folder.load)
+    loaded = _load_checkpoint(folder)
+    check_save_root(folder.save)
+    if config.run_dir.save_hf is not None:
+        check_export_target(Path(config.run_dir.save_hf))
     heartbeat.set_phase("load", detail="weights")
     placement = place(config.model, spec)
     logger.info(placement.describe())
     model = _load_weights(model_folder, spec, placement)
     trainer = LocalTrainer(
         model,
-        _load_reference(config, model_folder, placement),
+        _load_reference(config, model_folder, spec, placement),
         config,
         total_steps=schedule.num_steps,
         teacher=_load_teacher(config, spec, placement),
-        critic=_load_critic(config, model_folder, placement),
+        critic=_load_critic(config, model_folder, spec, placement),
     )
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
@@ -160,6 +165,20 @@ def _assemble(
     )
     restore(run, loaded)
     return run
+
+
+def _load_checkpoint(folder: RunFolder) -> LoadedCheckpoint | None:
+    """What this run has saved, or else the checkpoint of another run that `--load` names."""
+    own = load_checkpoint(folder.save)
+    if own is not None or folder.load == folder.save:
+        return own
+    other = load_checkpoint(folder.load)
+    if other is None:
+        raise CheckpointError(
+            f"--load {folder.load}: there is no checkpoint in this folder; correct it, or leave --load out to start "
+            "fresh"
+        )
+    return other
 
 
 def _start_engine(
@@ -212,12 +231,13 @@ def _load_weights(folder: Path, spec: ModelSpec, placement: Placement) -> Decode
     return model
 
 
-def _load_reference(config: RunConfig, start: Path, placement: Placement) -> Decoder | None:
+def _load_reference(config: RunConfig, start: Path, policy: ModelSpec, placement: Placement) -> Decoder | None:
     """The model of the KL term: frozen, the start weights unless `--ref-load` names others."""
     if not config.algorithm.use_kl_loss and config.algorithm.kl_coef == 0.0:
         return None
-    folder = resolve_model(config.model.ref_load) if config.model.ref_load else start
-    return _load_weights(folder, load_spec(folder), placement).requires_grad_(False)
+    if config.model.ref_load is None:
+        return _load_weights(start, policy, placement).requires_grad_(False)
+    return _load_scorer(config.model.ref_load, policy, placement, flag="--ref-load").requires_grad_(False)
 
 
 def _load_teacher(config: RunConfig, student: ModelSpec, placement: Placement) -> Decoder | None:
@@ -225,19 +245,26 @@ def _load_teacher(config: RunConfig, student: ModelSpec, placement: Placement) -
     if not config.algorithm.use_opd:
         return None
     assert config.algorithm.opd_teacher_load is not None, "rules.py demands --opd-teacher-load"
-    folder = resolve_model(config.algorithm.opd_teacher_load)
+    teacher = config.algorithm.opd_teacher_load
+    return _load_scorer(teacher, student, placement, flag="--opd-teacher-load").requires_grad_(False)
+
+
+def _load_scorer(name: str, policy: ModelSpec, placement: Placement, *, flag: str) -> Decoder:
+    """Another model that reads the policy's own tokens."""
+    folder = resolve_model(name, flag=flag)
     spec = load_spec(folder)
-    if spec.vocab_size != student.vocab_size:
+    if spec.vocab_size != policy.vocab_size:
         raise ConfigError(
-            f"--opd-teacher-load {folder} has {spec.vocab_size} token ids and the student {student.vocab_size}: a "
-            "teacher judges the student's own tokens and must have its vocabulary"
+            f"{flag} {folder} has {spec.vocab_size} token ids and the trained model {policy.vocab_size}: it scores the "
+            "trained model's own tokens and must have its vocabulary"
         )
-    return _load_weights(folder, spec, placement).requires_grad_(False)
+    return _load_weights(folder, spec, placement)
 
 
-def _load_critic(config: RunConfig, start: Path, placement: Placement) -> Decoder | None:
+def _load_critic(config: RunConfig, start: Path, policy: ModelSpec, placement: Placement) -> Decoder | None:
     """The model under the value head of ppo: the start weights unless `--critic-load` names others."""
     if config.algorithm.advantage_estimator != "ppo" or config.algorithm.loss_type == "sft_loss":
         return None
-    folder = resolve_model(config.critic.critic_load) if config.critic.critic_load else start
-    return _load_weights(folder, load_spec(folder), placement)
+    if config.critic.critic_load is None:
+        return _load_weights(start, policy, placement)
+    return _load_scorer(config.critic.critic_load, policy, placement, flag="--critic-load")

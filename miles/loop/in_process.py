@@ -38,7 +38,7 @@ def run_in_process(
             raise KeyboardInterrupt
         context.request_stop()
 
-    setup_logging("main", lambda line: monitor.output(line.encode()))
+    setup_logging("main", lambda line: monitor.output(line.encode(errors="backslashreplace")))
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     heartbeat.start()
     try:

@@ -34,6 +34,15 @@ class RunFolder:
     def log_file(self) -> Path:
         return self.path / "log.txt"
 
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step or an evaluation was finished here; a checkpoint never comes before one."""
+        return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+
     def close(self) -> None:
         os.close(self.lock_fd)
 
@@ -86,13 +95,20 @@ def _lock(folder: RunFolder) -> None:
 
 
 def _check_identity(folder: RunFolder, config: RunConfig) -> None:
-    if not folder.config_file.exists():
+    """A run that failed before its first step, for example over a wrong flag, has nothing to lose: it may start anew
+    with other settings."""
+    if not folder.config_file.exists() or not folder.has_begun:
         return
-    differences = identity_diff(identity(load_config(folder.config_file)), identity(config))
+    advice = "give another --run-name to start a new run"
+    try:
+        stored = load_config(folder.config_file)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path} holds a run whose settings cannot be read ({error}): {advice}") from error
+    differences = identity_diff(identity(stored), identity(config))
     if differences:
         raise ConfigError(
             f"{folder.path} belongs to a run with other settings ({'; '.join(differences)}): go back to them to resume "
-            "it, or give another --run-name to start a new run"
+            f"it, or {advice}"
         )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 from miles.checkpoint.hf import export_hf
 from miles.checkpoint.load import LoadedCheckpoint
 from miles.checkpoint.save import save_checkpoint
+from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
+from miles.errors import CheckpointError, EngineError, RewardError
 from miles.evals.run import EvalResult
 from miles.loop.numbers import rollout_perf, step_means, trainer_perf
 from miles.loop.placement import Placement
@@ -93,6 +95,8 @@ def restore(run: Run, loaded: LoadedCheckpoint | None) -> None:
         logger.info(f"no checkpoint in {run.folder.load}: starting fresh")
     else:
         state = loaded.state
+        if loaded.path.parent == run.folder.save:
+            _check_identity(loaded, run.config)
         run.trainer.load(loaded.tensors, state["trainer"])
         run.source.load_state_dict(state["source"])
         run.num_done, run.version, run.evaluated_at = state["num_done"], state["version"], state["evaluated_at"]
@@ -105,6 +109,16 @@ def restore(run: Run, loaded: LoadedCheckpoint | None) -> None:
     run.metrics.event("start" if loaded is None else "resume", step=run.num_done)
 
 
+def _check_identity(loaded: LoadedCheckpoint, config: RunConfig) -> None:
+    """The folder of `--save` can be shared by mistake. One run goes on from another's checkpoint by `--load` only."""
+    differences = identity_diff(loaded.state["identity"], identity(config))
+    if differences:
+        raise CheckpointError(
+            f"{loaded.path} was saved by a run with other settings ({'; '.join(differences)}): go back to them to "
+            "resume it, or give another --save; --load goes on from it with new settings"
+        )
+
+
 def evaluate_if_due(run: Run) -> None:
     """Evaluate on the engine of the run, unless this count of rollouts has been evaluated already."""
     if run.evaluate is None or not run.schedule.eval_due(run.num_done) or run.evaluated_at == run.num_done:
@@ -112,7 +126,7 @@ def evaluate_if_due(run: Run) -> None:
     if run.num_done == 0 and run.config.eval.skip_eval_before_train:
         return
     with run.timers.span("eval"):
-        outcome: EvalResult = run.wait(run.evaluate())
+        outcome: EvalResult = _answers(run, run.evaluate())
     log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
     logger.info(f"evaluation after {run.num_done} rollouts: {scores}")
@@ -126,8 +140,18 @@ def generate(run: Run) -> list[list[Sample]]:
     """Write and score the answers of a rollout."""
     run.context.heartbeat.set_step(run.num_done, num_steps=run.schedule.num_rollout)
     with run.timers.span("rollout"):
-        groups: list[list[Sample]] = run.wait(run.producer.collect(run.num_done))
+        groups: list[list[Sample]] = _answers(run, run.producer.collect(run.num_done))
     return groups
+
+
+def _answers(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for written and scored answers. When that fails, the finished steps are saved first: no weight has changed
+    since."""
+    try:
+        return run.wait(coroutine)
+    except (EngineError, RewardError):
+        save(run)
+        raise
 
 
 def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
@@ -191,6 +215,7 @@ def save(run: Run) -> None:
             "num_done": run.num_done,
             "version": run.version,
             "evaluated_at": run.evaluated_at,
+            "identity": identity(run.config),
         }
         path = save_checkpoint(
             run.folder.save, run.num_done, tensors=tensors, state=state, model_source=run.model_folder

@@ -60,7 +60,7 @@ def supervise(
     """
     assert threading.current_thread() is threading.main_thread(), "signals reach only the main thread"
     monitor = Monitor(folder.log_file, process, display=display or make_display(process.progress))
-    setup_logging("supervisor", lambda line: monitor.log.write(line.encode()))
+    setup_logging("supervisor", lambda line: monitor.log.write(line.encode(errors="backslashreplace")))
     received: list[int] = []
     previous = {number: signal.signal(number, _recorder(received)) for number in EXIT_CODES}
     try:
@@ -105,8 +105,14 @@ class _Worker:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=(worker_fd, folder.lock_fd),
-            # Spinning OpenMP threads take the cores that the engine's and the graders' threads need.
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONUNBUFFERED": "1"},
+            # Spinning OpenMP threads take the cores that the engine's and the graders' threads need. What the worker
+            # prints is read as UTF-8, whatever the terminal speaks.
+            env={
+                "OMP_WAIT_POLICY": "PASSIVE",
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONIOENCODING": "utf-8:backslashreplace",
+            },
         )
         os.close(worker_fd)
         self._guard = subprocess.Popen(

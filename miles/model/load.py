@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -22,15 +23,16 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _HUB_TIMEOUT_S = 10.0
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, *, flag: str = "--hf-checkpoint") -> Path:
     """The local folder of a model: the folder itself, or the download of a hub name such as `Qwen/Qwen3-0.6B`.
 
-    Honours `HF_HUB_OFFLINE` and the hub's cache. Raises `CheckpointError` when there is neither.
+    Honours `HF_HUB_OFFLINE` and the hub's cache. Raises `CheckpointError`, which names the `flag`, when there is
+    neither.
     """
-    folder = Path(name_or_path).expanduser()
+    folder = Path(os.path.expanduser(name_or_path))
     if folder.is_dir():
         return folder
-    advice = "give --hf-checkpoint a Hugging Face model folder, or a hub name such as Qwen/Qwen3-0.6B when online"
+    advice = f"give {flag} a Hugging Face model folder, or a hub name such as Qwen/Qwen3-0.6B when online"
     if folder.exists():
         raise CheckpointError(f"{folder} is a file, not a model folder; {advice}")
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
@@ -44,7 +46,7 @@ def resolve_model(name_or_path: str) -> Path:
     except (LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"there is no folder {name_or_path!r}, and the hub cannot be reached ({_first_line(error)}); "
-            "go online, or copy the model to a local folder and give --hf-checkpoint that folder"
+            f"go online, or copy the model to a local folder and give {flag} that folder"
         ) from None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 
+from miles.errors import StorageError
 from miles.observe import names
 
 _PREFIX = {logging.WARNING: "Warning: ", logging.ERROR: "Error: ", logging.CRITICAL: "Error: "}
@@ -70,12 +71,16 @@ class _WriteHandler(logging.Handler):
 
 
 class LogFile:
-    """`log.txt`, appended to. A full disk must not end a run that can still report it, so failed writes are counted."""
+    """`log.txt`, appended to. A full disk must not end a run that can still report it, so failed writes are counted;
+    a file that cannot be opened at all is a `StorageError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_failed_writes = 0
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise StorageError(f"{path}: cannot write the log of the run: {error.strerror}") from error
 
     def write(self, data: bytes) -> None:
         try:

@@ -61,11 +61,19 @@ class MetricsWriter:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; a last line that was cut off by a crash is left out. Missing file: none."""
+    """The records of a JSONL file; a last line that was cut off by a crash is left out. Missing file: none. Raises
+    `StorageError` when another line is damaged."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise StorageError(f"{path}, line {number}: is damaged: {error}; repair or remove the line") from error
+    return records
 
 
 def now() -> str:

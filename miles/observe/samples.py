@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from miles.errors import StorageError
 from miles.types import Sample
 
 SCHEMA = pyarrow.schema(
@@ -32,12 +33,16 @@ SCHEMA = pyarrow.schema(
 
 
 def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *, reward_key: str | None = None) -> None:
-    """Write samples; a file of that name is replaced whole. A dict reward is stored as its `reward_key` field."""
+    """Write samples; a file of that name is replaced whole. A dict reward is stored as its `reward_key` field. Raises
+    `StorageError` when the file cannot be written."""
     rows = [_row(name, sample, reward_key) for name, samples in samples_by_set.items() for sample in samples]
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), temporary)
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write the samples: {error}; free space and resume the run") from error
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -65,4 +70,6 @@ def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Of anything that a data file can hold: dates and bytes as Python shows them, half a surrogate pair escaped."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode(errors="backslashreplace").decode()

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles.config.flags import Args
 from miles.config.sections import RunConfig
-from miles.errors import RewardError
+from miles.errors import PluginError, RewardError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function, locate
 from miles.rollout.reward_value import plain_number, problem_of
 from miles.types import Sample, SampleStatus
@@ -54,7 +54,7 @@ class CustomReward:
         try:
             asyncio.run(self.score([sample]))
         except RewardError as error:
-            raise RewardError(f"the probe before the run, one answer equal to its label: {error}") from error
+            raise PluginError(f"the probe before the run, one answer equal to its label: {error}") from error
 
     async def score(self, samples: Sequence[Sample]) -> list[float | dict[str, Any]]:
         """The reward of each sample: a finite number, or a dict whose `--reward-key` is one."""

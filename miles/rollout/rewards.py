@@ -59,7 +59,7 @@ class RewardRunner:
 
     def probe(self, example: Sample | None = None) -> None:
         """Call the custom reward once. `example` is an unanswered prompt of the data, so that labels and metadata look
-        as they will. Raises `RewardError`."""
+        as they will. Raises `PluginError`."""
         if self._custom is not None:
             self._custom.probe(example)
 

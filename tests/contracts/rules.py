@@ -253,6 +253,8 @@ def no_workplace_paths(repository: Path) -> Iterator[str]:
         subfolders[:] = sorted(set(kept) - {"runs", "build", "dist", "__pycache__"})
         for file in sorted(set(files) - {".git"}):  # a file in a worktree of git
             path = Path(folder, file)
+            if path.name == ".git":  # of a linked working tree: names where the repository is
+                continue
             if path.stat().st_size > MAX_TEXT_BYTES:
                 continue
             try:

@@ -1,9 +1,12 @@
 """Each rule is broken once, and what it says is checked."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from miles.config import rules
 from miles.config.flags import with_values
 from miles.config.rules import check, rule_violations
 from miles.config.sections import RunConfig
@@ -70,7 +73,10 @@ def test_good_settings_have_no_violation():
         ({"eval_interval": 1}, "--eval-interval needs --eval-prompt-data"),
         ({"eval_prompt_data": ("a", "x")}, "--eval-prompt-data needs --eval-interval"),
         ({"save_interval": 0}, "--save-interval must be at least 1, not 0"),
-        ({"phase_deadlines": {"generate": 0.0}}, "--phase-deadlines must be above 0, not 0.0"),
+        ({"phase_deadlines": {"rollout": 0.0}}, "--phase-deadlines must be above 0, not 0.0"),
+        ({"ref_load": "models/ref"}, "--ref-load models/ref would be ignored: add --use-kl-loss or --kl-coef"),
+        ({"phase_deadlines": {"trian": 5.0}}, "there is no phase 'trian' (did you mean train?); there are start, load"),
+        ({"apply_chat_template_kwargs": {"tokenize": True}}, "--apply-chat-template-kwargs cannot set 'tokenize'"),
         ({"rollout_stop_token_ids": (3, -4)}, "--rollout-stop-token-ids must be at least 0, not -4"),
         ({"colocate": False}, "--no-colocate cannot be obeyed here: engine and trainer share the device, always"),
         ({"run_name": "a/b"}, "--run-name 'a/b' must be the name of one folder"),
@@ -104,3 +110,10 @@ def test_all_violations_come_together():
 )
 def test_settings_that_only_look_wrong_are_accepted(change):
     assert rule_violations(with_values(GOOD, change)) == []
+
+
+def test_phases_are_those_that_a_worker_enters():
+    loop = Path(rules.__file__).parents[1] / "loop"
+    source = (loop / "stages.py").read_text() + (loop / "build.py").read_text()
+    entered = re.findall(r'(?:timers\.span|heartbeat\.set_phase)\("(\w+)"', source)
+    assert set(entered) == set(rules.PHASES)

@@ -89,3 +89,10 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content:
     with pytest.raises(DataError, match=expected) as caught:
         read_rows(str(tmp_path / name), flag="--eval-prompt-data")
     assert "--eval-prompt-data" in str(caught.value) and name in str(caught.value)
+
+
+def test_a_row_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + '\n{"input": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match="row 2: is nested too deeply"):
+        read_rows(str(path), flag="--prompt-data")

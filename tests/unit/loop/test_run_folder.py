@@ -22,6 +22,12 @@ def open_folder(runs_dir: Path, **values) -> RunFolder:
     return open_run_folder(config_of(runs_dir, **values), command=["miles", "train", "--hf-token", "s3cret"])
 
 
+def begin(folder: RunFolder) -> None:
+    """Leave the folder as a run does that has finished a step."""
+    folder.metrics_file.write_text('{"kind": "step", "step": 0}\n')
+    folder.close()
+
+
 def test_a_new_folder_describes_the_run(tmp_path):
     folder = open_folder(tmp_path)
     folder.close()
@@ -41,7 +47,7 @@ def test_the_same_settings_reopen_it_and_new_resumable_values_are_kept(tmp_path)
 
 
 def test_other_settings_are_refused_and_listed(tmp_path):
-    open_folder(tmp_path, lr=1e-3, rollout_batch_size=8).close()
+    begin(open_folder(tmp_path, lr=1e-3, rollout_batch_size=8))
     before = (tmp_path / "a" / "config.yaml").read_text()
     with pytest.raises(ConfigError) as caught:
         open_folder(tmp_path, lr=1e-2, rollout_batch_size=16)
@@ -51,6 +57,21 @@ def test_other_settings_are_refused_and_listed(tmp_path):
     assert "--run-name" in message
     assert (tmp_path / "a" / "config.yaml").read_text() == before
     open_folder(tmp_path, lr=1e-3, rollout_batch_size=8).close()
+
+
+def test_a_run_that_never_began_may_be_started_with_other_settings(tmp_path):
+    open_folder(tmp_path, lr=1e-3).close()
+    open_folder(tmp_path, lr=1e-2).close()
+    assert "lr: 0.01" in (tmp_path / "a" / "config.yaml").read_text()
+
+
+def test_a_run_whose_settings_cannot_be_read_is_kept(tmp_path):
+    folder = open_folder(tmp_path)
+    begin(folder)
+    folder.config_file.write_text("lr: [")
+    with pytest.raises(ConfigError, match="holds a run whose settings cannot be read .* --run-name"):
+        open_folder(tmp_path)
+    assert folder.config_file.read_text() == "lr: ["
 
 
 def test_a_folder_in_use_is_refused_with_the_pid(tmp_path):

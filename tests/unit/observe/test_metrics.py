@@ -88,3 +88,11 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     writer = MetricsWriter(tmp_path, first_step=None)
     with pytest.raises(StorageError, match="events.jsonl: cannot write: No space left"):
         writer.event("start")
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1,', '"step: 1,'))
+    with pytest.raises(StorageError, match=r"metrics.jsonl, line 2: is damaged"):
+        MetricsWriter(tmp_path, first_step=3)

@@ -175,13 +175,13 @@ def test_the_probe_shows_the_hook_a_finished_answer_of_the_data(custom: Any) -> 
     custom(source).probe(example)
     assert (example.tokens, example.response, example.metadata, example.reward) == ([4, 5], "", {"level": 3}, None)
     assert example.status is SampleStatus.PENDING
-    with pytest.raises(RewardError, match=r"the probe before the run, .*KeyError: 'level'"):
+    with pytest.raises(PluginError, match=r"the probe before the run, .*KeyError: 'level'"):
         custom(source).probe()
 
 
 @pytest.mark.parametrize("body", ["return None", "return float('nan')", "return 'x'", "raise OSError('down')"])
 def test_a_bad_reward_fails_its_probe(custom: Any, body: str) -> None:
-    with pytest.raises(RewardError, match="the probe before the run"):
+    with pytest.raises(PluginError, match="the probe before the run"):
         custom(f"def score(args, sample):\n    {body}\n").probe()
 
 
