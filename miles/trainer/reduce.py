@@ -59,6 +59,8 @@ def reducer_weights(reducer: Reducer, samples: Sequence[TrainSample], *, per_tok
             "--custom-pg-loss-reducer-function-path: the reducer is not a weighted sum of the values it is given, so "
             "its result would depend on the micro-batches"
         )
+    if float(weights.sum()) <= 0:
+        raise TrainError("--custom-pg-loss-reducer-function-path: the weights of the tokens do not sum to more than 0")
     num_samples = sum(bool(mask.any()) for mask in masks)
     return weights[torch.cat(masks) > 0] / max(num_samples, 1)
 
