@@ -37,7 +37,8 @@ class KeptIds:
     def cut(self, logits_CV: Tensor, chunk: slice) -> None:
         """Overwrite the logits of this chunk of tokens that are not kept."""
         bounds = self.bounds[chunk.start : chunk.stop + 1]
-        rows_N = torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))).to(logits_CV.device)
+        num_kept_C = torch.from_numpy(np.diff(bounds)).to(logits_CV.device)
+        rows_N = torch.repeat_interleave(num_kept_C, output_size=int(bounds[-1] - bounds[0]))
         ids_N = self.ids_N[bounds[0] : bounds[-1]].long()
         kept_N = logits_CV[rows_N, ids_N]
         logits_CV.fill_(CUT_LOGIT)[rows_N, ids_N] = kept_N
