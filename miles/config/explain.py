@@ -17,6 +17,8 @@ _FOUND_BY_WORKER = {
     "num_threads": "by model size",
     "num_rollout": "from --num-epoch and the number of prompts",
     "rollout_max_context_len": "the model's limit",
+    "tis_clip": "by correction",
+    "tis_clip_low": "by correction",
     "max_tokens_per_gpu": "by model and device",
     "engine_mem_fraction_static": "what the trainer leaves",
     "engine_max_total_tokens": "by memory",
@@ -69,6 +71,7 @@ def _unused(config: RunConfig) -> list[tuple[bool, tuple[str, ...], str]]:
     algorithm, reward = config.algorithm, config.reward
     evals = tuple(name for name, flag in FLAGS.items() if flag.section == "eval" and name != "eval_interval")
     rewards = tuple(name for name, flag in FLAGS.items() if flag.section == "reward")
+    critic = tuple(name for name, flag in FLAGS.items() if flag.section == "critic" and flag.effect != SATISFIED)
     custom = reward.custom_rm_path is not None
     constant = config.optim.lr_decay_style == "constant"
     supervised = algorithm.loss_type == "sft_loss"
@@ -77,7 +80,18 @@ def _unused(config: RunConfig) -> list[tuple[bool, tuple[str, ...], str]]:
         (config.eval.eval_interval is None, evals, "--eval-interval is not set"),
         (custom, ("rm_type", "rm_timeout", "rm_num_workers"), "--custom-rm-path is set"),
         (not custom, ("custom_rm_timeout", "reward_key"), "--custom-rm-path is not set"),
-        (not algorithm.use_kl_loss, ("ref_load", "kl_loss_type", "kl_loss_coef"), "--use-kl-loss is off"),
+        (not algorithm.use_kl_loss, ("kl_loss_coef",), "--use-kl-loss is off"),
+        (
+            not algorithm.use_kl_loss and algorithm.kl_coef == 0.0,
+            ("ref_load", "kl_loss_type"),
+            "neither --use-kl-loss nor --kl-coef is on",
+        ),
+        (algorithm.policy_objective != "sapo", ("sapo_tau_pos", "sapo_tau_neg"), "--policy-objective is not sapo"),
+        (algorithm.overlong_buffer_len is None, ("overlong_penalty_factor",), "--overlong-buffer-len is not set"),
+        (not algorithm.use_opsm, ("opsm_delta",), "--use-opsm is off"),
+        (not algorithm.use_score_centering, ("score_centering_top_k",), "--use-score-centering is off"),
+        (not algorithm.use_opd, ("opd_kl_coef",), "--use-opd is off"),
+        (algorithm.advantage_estimator != "ppo", critic, "--advantage-estimator is not ppo"),
         (constant, ("min_lr", "lr_decay_iters"), "--lr-decay-style is constant"),
         (
             algorithm.disable_rewards_normalization,
@@ -106,4 +120,15 @@ def _decisions(config: RunConfig) -> Iterator[str]:
         yield "Old log-probs: the trainer's own, detached. One optimizer step in a rollout needs no extra pass."
     else:
         yield f"Old log-probs: one extra pass of the trainer before the {steps} optimizer steps of a rollout."
+    yield from _learning_decisions(config)
     yield f"Checkpoints: saved to {config.run_dir.save}, resumed from {config.run_dir.load}."
+
+
+def _learning_decisions(config: RunConfig) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.loss_type == "sft_loss":
+        return
+    if algorithm.off_policy_correction == "auto" and not algorithm.use_tis and not algorithm.use_rollout_logprobs:
+        yield "Off-policy correction: tis, from the first sample on that is older than the weights; until then none."
+    if rollout.rollout_top_k > 0 or rollout.rollout_top_p < 1 or rollout.rollout_min_p > 0:
+        yield "Sampling replay: every model is scored over the tokens that top-k, top-p and min-p left."

@@ -41,6 +41,7 @@ from miles.rollout.producer import Producer
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer, load_sft_rows
 from miles.text.tokenizer import Tokenizer, load_tokenizer
+from miles.trainer.hooks import load_hooks
 from miles.trainer.trainer import LocalTrainer
 
 logger = get_logger(__name__)
@@ -113,6 +114,7 @@ def _assemble(
     config: RunConfig, folder: RunFolder, context: WorkerContext, rewards: RewardRunner | None, stack: ExitStack
 ) -> Run:
     heartbeat = context.heartbeat
+    load_hooks(config)  # a mistake in one must be found before a model is loaded
     heartbeat.set_phase("load", detail="data")
     assert config.model.hf_checkpoint is not None, "rules.py demands --hf-checkpoint"
     model_folder = resolve_model(config.model.hf_checkpoint)

@@ -128,6 +128,8 @@ def test_explain_shows_every_flag_with_value_and_source(tmp_path):
     assert lines["--lr"] == "1e-06 [default]"
     assert lines["--colocate"] == "on [default] no effect here"
     assert lines["--device"] == "auto [default] found when the worker starts: a GPU when there is one"
+    assert lines["--critic-lr"] == "- [default] no effect here: --advantage-estimator is not ppo"
+    assert lines["--tis-clip"] == "- [default] found when the worker starts: by correction"
     assert lines["--num-threads"] == "- [default] found when the worker starts: by model size"
 
 
@@ -138,6 +140,8 @@ def test_explain_shows_every_flag_with_value_and_source(tmp_path):
         ("--global-batch-size 64", "one extra pass of the trainer before the 4 optimizer steps"),
         ("--global-batch-size 64 --use-rollout-logprobs", "Old log-probs: the engine's"),
         ("--loss-type sft_loss", "no engine writes answers"),
+        ("", "Off-policy correction: tis, from the first sample on that is older"),
+        ("--rollout-top-p 0.9", "Sampling replay: every model is scored over the tokens that"),
     ],
 )
 def test_explain_says_what_was_decided(argv, decision):
