@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ PHASES = ("start", "load", "eval", "rollout", "train", "update_weights", "save_m
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 )
+
+_REWARD_NAME = re.compile(r"[a-z]\w*")
+_COMPARED_WITH_LABEL = ("math", "gsm8k", "deepscaler", "gemma_math", "dapo", "f1", "exact")
 
 
 def check(config: RunConfig) -> None:
@@ -73,8 +77,12 @@ def _reward(config: RunConfig) -> Iterator[str]:
             yield "--rm-type or --custom-rm-path is missing: evaluation scores answers with a reward"
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one answer at a time"
-    if reward.rm_type in ("math", "boxed_math") and reward.custom_rm_path is None and config.data.label_key is None:
-        yield f"--rm-type {reward.rm_type} needs --label-key, the column of the right answer"
+    graded = "" if reward.custom_rm_path is not None else reward.rm_type or ""
+    for name in sorted(set(_REWARD_NAME.findall(graded))):
+        if name.removeprefix("boxed_") in _COMPARED_WITH_LABEL and config.data.label_key is None:
+            yield f"--rm-type {name} needs --label-key, the column of the right answer"
+    if "remote_rm" in _REWARD_NAME.findall(f"{graded} {reward.rm_watch_type}") and reward.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the service"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

@@ -115,7 +115,9 @@ class RolloutConfig:
 class RewardConfig:
     """Reward"""
 
-    rm_type: str | None = flag(None, "built-in reward")
+    rm_type: str | None = flag(
+        None, "built-in reward, or a weighted sum such as math+0.1*format; metadata rm_type of a row goes before"
+    )
     custom_rm_path: str | None = flag(
         None, "import path of a reward, plain or async: f(args, sample) -> number or dict"
     )
@@ -128,7 +130,23 @@ class RewardConfig:
         0.8, "longest time a built-in grader may take for one answer", unit="s", bounds=ABOVE_ZERO, resume=True
     )
     custom_rm_timeout: float = flag(
-        60.0, "longest time a custom reward may take for one call", unit="s", bounds=ABOVE_ZERO, resume=True
+        60.0, "longest time of one call of a custom reward or of --rm-url", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    rm_code_timeout: float = flag(
+        6.0, "longest time of all tests of one program of --rm-type code", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    rm_on_error: str = flag(
+        "raise",
+        "what a reward that fails does: stop the run, count as 0, or drop the answer; over 1 percent always stops",
+        choices=("raise", "zero", "drop"),
+    )
+    rm_watch_type: str | None = flag(None, "second built-in reward that is only watched, never trained on")
+    rm_url: str | None = flag(None, "service of --rm-type remote_rm", resume=True)
+    rm_retries: int = flag(
+        4, "further tries of a request to --rm-url, with growing pauses", unit="tries", bounds=NOT_NEGATIVE, resume=True
+    )
+    rm_concurrency: int = flag(
+        64, "requests to --rm-url open at one time", unit="requests", bounds=AT_LEAST_ONE, resume=True
     )
     rm_num_workers: int = flag(2, "processes that grade answers", unit="processes", bounds=AT_LEAST_ONE, resume=True)
 

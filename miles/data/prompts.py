@@ -17,7 +17,8 @@ from miles.types import Sample
 
 logger = get_logger(__name__)
 
-LabelCheck = Callable[[Any], str | None]  # what is wrong with a label; None when it can be graded
+# What is wrong with a label, given the row's metadata; None when answers can be graded with it.
+LabelCheck = Callable[[Any, dict[str, Any]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,11 @@ def _read_prompt(
     if not _is_unicode(text):
         raise DataError("its prompt has half of a surrogate pair, which is no character")
     label = read_label(row, data.label_key, flag=flags.label_key)
-    problem = check_label(label) if check_label is not None else None
+    metadata = _read_metadata(row, data.metadata_key)
+    problem = check_label(label, metadata) if check_label is not None else None
     if problem is not None:
         raise DataError(f"its label {label!r} cannot be read: {problem}")
-    return Sample(prompt=text, label=label, metadata=_read_metadata(row, data.metadata_key))
+    return Sample(prompt=text, label=label, metadata=metadata)
 
 
 def _is_unicode(text: str) -> bool:

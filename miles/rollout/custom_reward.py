@@ -11,10 +11,11 @@ from miles.config.flags import Args
 from miles.config.sections import RunConfig
 from miles.errors import PluginError, RewardError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function, locate
-from miles.rollout.reward_value import plain_number, problem_of
+from miles.rollout.reward_value import checked_reward
 from miles.types import Sample, SampleStatus
 
 FLAG = "--custom-rm-path"
+Scored = float | dict[str, Any] | RewardError
 
 
 class CustomReward:
@@ -52,30 +53,62 @@ class CustomReward:
         sample.weight_versions = [0] * len(answer_ids)
         sample.status = SampleStatus.COMPLETED
         try:
-            asyncio.run(self.score([sample]))
+            [reward] = asyncio.run(self.score([sample]))
+            if isinstance(reward, RewardError):
+                raise reward
         except RewardError as error:
             raise PluginError(f"the probe before the run, one answer equal to its label: {error}") from error
 
-    async def score(self, samples: Sequence[Sample]) -> list[float | dict[str, Any]]:
-        """The reward of each sample: a finite number, or a dict whose `--reward-key` is one."""
+    async def score(self, samples: Sequence[Sample]) -> list[Scored]:
+        """The reward of each sample: a finite number, a dict whose `--reward-key` is one, or what went wrong."""
         if self._settings.group_rm:
             return await self._score_group(list(samples))
         return list(await asyncio.gather(*(self._score_one(sample) for sample in samples)))
 
-    async def _score_one(self, sample: Sample) -> float | dict[str, Any]:
-        who = f"sample {sample.index}"
-        return self._checked(await self._call(sample, who=who), who=who)
+    async def _score_one(self, sample: Sample) -> Scored:
+        try:
+            return self._checked(await self._call(sample, who=f"sample {sample.index}"), sample)
+        except RewardError as error:
+            return error
 
-    async def _score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]:
+    async def _score_group(self, samples: list[Sample]) -> list[Scored]:
         who = f"group {samples[0].group_index} (samples {samples[0].index} to {samples[-1].index})"
-        rewards = await self._call(samples, who=who)
-        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
-            got = f"{len(rewards)}" if isinstance(rewards, (list, tuple)) else f"a {type(rewards).__name__}"
+        given = list(samples)
+        try:
+            rewards = await self._call(given, who=who)
+            self._check_list(rewards, samples, given, who=who)
+        except RewardError as error:
+            return [error] * len(samples)
+        scored: list[Scored] = []
+        for reward, sample in zip(rewards, samples, strict=True):
+            try:
+                scored.append(self._checked(reward, sample))
+            except RewardError as error:
+                scored.append(error)
+        return scored
+
+    def _check_list(self, rewards: Any, samples: list[Sample], given: list[Sample], *, who: str) -> None:
+        if [id(sample) for sample in given] != [id(sample) for sample in samples]:
             raise RewardError(
-                f"{self._where()} returned {got} for {who}; with --group-rm it must return a list of "
-                f"{len(samples)} rewards, one per sample"
+                f"{self._where()} changed the list it was given for {who}, so that rewards and samples no longer "
+                "match; sort or filter a copy: sorted(samples, ...)"
             )
-        return [self._checked(r, who=f"sample {s.index}") for r, s in zip(rewards, samples, strict=True)]
+        if isinstance(rewards, (list, tuple)) and len(rewards) == len(samples):
+            return
+        got = f"{len(rewards)}" if isinstance(rewards, (list, tuple)) else f"a {type(rewards).__name__}"
+        raise RewardError(
+            f"{self._where()} returned {got} for {who}; with --group-rm it must return a list of {len(samples)} "
+            "rewards, one per sample in their order"
+        )
+
+    def _checked(self, reward: Any, sample: Sample) -> float | dict[str, Any]:
+        key, who = self._settings.reward_key, f"sample {sample.index}"
+        if isinstance(reward, dict) and reward.get("index", sample.index) != sample.index:
+            raise RewardError(
+                f"{self._where()} returned the reward of sample {reward['index']} (its field 'index') for {who}; "
+                "rewards must come in the order of the samples"
+            )
+        return checked_reward(reward, reward_key=key, source=self._where(), who=who)
 
     async def _call(self, argument: Sample | list[Sample], *, who: str) -> Any:
         timeout_s = self._settings.custom_rm_timeout
@@ -92,30 +125,3 @@ class CustomReward:
 
     def _where(self) -> str:
         return f"{FLAG} {self._path} ({locate(self._function)})"
-
-    def _checked(self, reward: Any, *, who: str) -> float | dict[str, Any]:
-        key = self._settings.reward_key
-        if not isinstance(reward, dict):
-            if key is not None:
-                raise RewardError(
-                    f"{self._where()} returned {reward!r:.60} for {who}; --reward-key {key} asks for a dict"
-                )
-            self._check_number(reward, who=who)
-            return plain_number(reward)
-        if key is None:
-            raise RewardError(
-                f"{self._where()} returned a dict for {who}; say with --reward-key which of "
-                f"{', '.join(map(str, reward))} is the reward"
-            )
-        if key not in reward:
-            raise RewardError(
-                f"{self._where()} returned a dict without {key!r} (--reward-key) for {who}; it has "
-                f"{', '.join(map(str, reward)) or 'nothing'}"
-            )
-        self._check_number(reward[key], who=f"{who}, field {key!r}")
-        return {**reward, key: plain_number(reward[key])}
-
-    def _check_number(self, value: Any, *, who: str) -> None:
-        problem = problem_of(value)
-        if problem is not None:
-            raise RewardError(f"{self._where()} returned {problem} for {who}; expected a finite number")

@@ -38,7 +38,7 @@ async def write_group(samples: list[Sample], *, generate: Generate, score: Score
     if written:
         await score(written)
     return WrittenGroup(
-        samples=written,
+        samples=[s for s in written if s.status is not SampleStatus.FAILED],  # a reward can drop some
         failed=[s for s in samples if s.status is SampleStatus.FAILED],
         aborted=[s for s in samples if s.status is SampleStatus.ABORTED],
         reasons=reasons,

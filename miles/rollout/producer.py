@@ -63,7 +63,7 @@ class Producer:
             "rollout/num_failed": float(sum(len(group.failed) for group in written)),
             "rollout/num_aborted": float(sum(len(group.aborted) for group in written)),
         }
-        self._rewards.end_batch([sample for group in written for sample in group.samples])
+        self._rewards.end_batch([sample for group in written for sample in group.samples], training=True)
         kept = [group.samples for group in written if group.samples]
         if not kept:
             raise TrainError(f"rollout {rollout_id}: all answers were aborted; there is nothing to train on")

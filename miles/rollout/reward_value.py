@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, SupportsFloat
 
+from miles.errors import RewardError
 from miles.types import Sample
 
 
@@ -24,6 +25,34 @@ def problem_of(value: Any) -> str | None:
 def plain_number(value: Any) -> float:
     """A checked value as int (for int and bool) or float, so that numpy and torch scalars do not travel on."""
     return int(value) if isinstance(value, int) else float(value)
+
+
+def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str) -> float | dict[str, Any]:
+    """A reward as a plain number, or as a dict whose field `reward_key` is one. Raises `RewardError`, which names the
+    `source` of the reward and the sample `who` got it."""
+    if not isinstance(reward, dict):
+        if reward_key is not None:
+            raise RewardError(f"{source} returned {reward!r:.60} for {who}; --reward-key {reward_key} asks for a dict")
+        _check_number(reward, source=source, who=who)
+        return plain_number(reward)
+    if reward_key is None:
+        raise RewardError(
+            f"{source} returned a dict for {who}; say with --reward-key which of {', '.join(map(str, reward))} is "
+            "the reward"
+        )
+    if reward_key not in reward:
+        raise RewardError(
+            f"{source} returned a dict without {reward_key!r} (--reward-key) for {who}; it has "
+            f"{', '.join(map(str, reward)) or 'nothing'}"
+        )
+    _check_number(reward[reward_key], source=source, who=f"{who}, field {reward_key!r}")
+    return {**reward, reward_key: plain_number(reward[reward_key])}
+
+
+def _check_number(value: Any, *, source: str, who: str) -> None:
+    problem = problem_of(value)
+    if problem is not None:
+        raise RewardError(f"{source} returned {problem} for {who}; expected a finite number")
 
 
 def reward_value(sample: Sample, reward_key: str | None) -> float:

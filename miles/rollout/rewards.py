@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles.config.sections import RunConfig
-from miles.errors import ConfigError
+from miles.errors import ConfigError, RewardError
 from miles.observe.log import get_logger
-from miles.rollout.custom_reward import CustomReward
-from miles.rollout.rm_hub.math_answer import extract_boxed
-from miles.rollout.rm_hub.math_reward import MathReward
-from miles.rollout.rm_hub.pool import DIED, RAISED, TIMEOUT
-from miles.rollout.rm_hub.random_reward import deterministic_random_reward, random_reward
-from miles.types import Sample
+from miles.rollout.custom_reward import CustomReward, Scored
+from miles.rollout.reward_errors import ErrorWatch
+from miles.rollout.rm_hub.builtin import BuiltinReward
+from miles.rollout.rm_hub.grader import Pools, Tools
+from miles.rollout.rm_hub.pool import DIED, TIMEOUT
+from miles.rollout.signals import WATCH, RewardSignals, show_samples
+from miles.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
 
-BOXED = "boxed_"
-BUILTIN = ("math", "random", "deterministic_random")
-NUM_SHOWN = 3
-
 
 class RewardRunner:
-    """Scores samples with the custom reward, or else the built-in one.
+    """Scores samples with the custom reward, or else the built-in one: that of the sample's `metadata["rm_type"]`,
+    else `--rm-type`.
 
     Order of use: construct (loads and checks the hook, `PluginError`; unknown type, `ConfigError`), `start` before
     torch is imported where that is possible, `check_label` while data is loaded, `probe`, then `score_group` for each
@@ -33,99 +31,150 @@ class RewardRunner:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._custom: CustomReward | None = None
-        self._math: MathReward | None = None
+        self._settings = config.reward
         self._counted: dict[str, int] = {}
         self._warned = False
-        if config.reward.custom_rm_path is not None:
-            self._custom = CustomReward(config)
+        self._signals = RewardSignals(config.reward.reward_key)
+        self._custom = CustomReward(config) if config.reward.custom_rm_path is not None else None
+        source = "--custom-rm-path" if self._custom is not None else "--rm-type"
+        self._errors = ErrorWatch(source)
+        self._tools = Tools(config, Pools(config.reward.rm_num_workers), self._errors)
+        self._builtin: dict[str, BuiltinReward] = {}
+        self._watching = self._load(config.reward.rm_watch_type) if config.reward.rm_watch_type is not None else None
+        if self._custom is None:
+            assert config.reward.rm_type is not None, "the rules of the config ask for a reward"
+            self._check_reward_key(self._load(config.reward.rm_type))
+
+    def _load(self, spec: str) -> BuiltinReward:
+        if spec not in self._builtin:
+            self._builtin[spec] = BuiltinReward(spec, self._tools)
+        return self._builtin[spec]
+
+    def _check_reward_key(self, reward: BuiltinReward) -> None:
+        key = self._settings.reward_key
+        if key is None or reward.is_open or key in reward.fields:
             return
-        name, boxed = _builtin_name(config.reward.rm_type)
-        self._name, self._boxed = name, boxed
-        if name == "math":
-            self._math = MathReward(
-                boxed=boxed, num_workers=config.reward.rm_num_workers, timeout_s=config.reward.rm_timeout
-            )
+        fields = f"a dict with {', '.join(reward.fields)}" if reward.fields else "a number"
+        raise ConfigError(f"--reward-key {key}: --rm-type {reward.spec} gives {fields}")
 
     def start(self) -> None:
         """Start the worker processes, if there are any. Returns at once."""
-        if self._math is not None:
-            self._math.start()
+        for reward in self._builtin.values():
+            for term in reward.terms:
+                term.grader.start()
 
     @property
-    def check_label(self) -> Callable[[Any], str | None] | None:
-        """For `load_prompts`; None when any label will do. Needs `start`."""
-        return self._math.check_label if self._math is not None else None
+    def check_label(self) -> Callable[[Any, dict[str, Any]], str | None] | None:
+        """For `load_prompts`: what is wrong with a label, given its metadata. None when any label will do."""
+        return self._label_problem if self._builtin else None
+
+    def _label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
+        own = metadata.get("rm_type", "")
+        if not isinstance(own, str):
+            return f"metadata rm_type is a {type(own).__name__}; expected the name of a reward"
+        try:
+            rewards = [] if self._custom is not None else [self._of(metadata)]
+        except ConfigError as error:
+            return f"metadata rm_type: {error}"
+        rewards += [self._watching] if self._watching is not None else []
+        problems = (reward.label_problem(label, metadata) for reward in rewards)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _of(self, metadata: dict[str, Any]) -> BuiltinReward:
+        spec = metadata.get("rm_type", self._settings.rm_type)
+        assert isinstance(spec, str), "the type of the data's rm_type is checked with its label"
+        return self._load(spec)
 
     def probe(self, example: Sample | None = None) -> None:
-        """Call the custom reward once. `example` is an unanswered prompt of the data, so that labels and metadata look
-        as they will. Raises `PluginError`."""
+        """Call the custom reward once, or ask the built-in ones whether this machine has what they need. `example` is
+        an unanswered prompt of the data, so that labels and metadata look as they will. Raises `PluginError` for the
+        first and `RewardError` for the others."""
         if self._custom is not None:
             self._custom.probe(example)
+        for reward in self._builtin.values():
+            for term in reward.terms:
+                term.grader.probe()
 
     async def score_group(self, samples: list[Sample]) -> None:
-        """Set the reward of each sample. Raises `RewardError`."""
-        for sample, reward in zip(samples, await self._score(samples), strict=True):
-            sample.reward = reward
+        """Set the reward of each sample.
 
-    async def _score(self, samples: list[Sample]) -> Sequence[float | dict[str, Any]]:
+        A sample that could not be graded raises `RewardError`, gets 0, or loses its reward and gets the status
+        `failed`, as `--rm-on-error` says; too many of them raise `RewardError` in any case.
+        """
+        self._errors.num_answers += len(samples)
+        if self._watching is None:
+            scored = await self._score(samples)
+        else:
+            scored, watched = await asyncio.gather(self._score(samples), self._score_builtin(samples, watching=True))
+            for sample, reward in zip(samples, watched, strict=True):
+                sample.metadata[WATCH] = self._number(reward)
+        for sample, reward in zip(samples, scored, strict=True):
+            if isinstance(reward, RewardError):
+                self._fail(sample, reward)
+            else:
+                sample.reward = reward
+
+    async def _score(self, samples: list[Sample]) -> Sequence[Scored]:
         if self._custom is not None:
             return await self._custom.score(samples)
-        if self._math is not None:
-            return await self._math.score(samples)
-        if self._name == "random":
-            return [random_reward(sample, seed=self._config.data.rollout_seed) for sample in samples]
-        return [
-            deterministic_random_reward(
-                sample.tokens, extract_boxed(sample.response) if self._boxed else sample.response
-            )
-            for sample in samples
-        ]
+        return await self._score_builtin(samples)
 
-    def end_batch(self, samples: Sequence[Sample]) -> None:
-        """Warn once, with examples, when no answer could be found in any response of a batch: a reward of 0 then says
-        nothing about the answers."""
-        if self._math is None or self._warned or not samples:
+    async def _score_builtin(self, samples: list[Sample], *, watching: bool = False) -> Sequence[Scored]:
+        return await asyncio.gather(*(self._score_one(sample, watching) for sample in samples))
+
+    async def _score_one(self, sample: Sample, watching: bool) -> Scored:
+        reward = self._watching if watching else self._of(sample.metadata)
+        assert reward is not None
+        try:
+            return await reward.score(sample)
+        except RewardError as error:
+            return error
+
+    def _number(self, reward: Scored) -> float | None:
+        """What a watching reward says; None when it could not grade, which never stops a run."""
+        if isinstance(reward, RewardError):
+            return None
+        return reward["score"] if isinstance(reward, dict) else reward
+
+    def _fail(self, sample: Sample, error: RewardError) -> None:
+        if self._settings.rm_on_error == "raise":
+            raise error
+        self._errors.add(str(error))
+        logger.warning(f"{error}; by --rm-on-error {self._settings.rm_on_error}")
+        if self._settings.rm_on_error == "zero":
+            key = self._settings.reward_key
+            sample.reward = 0.0 if key is None else {key: 0.0}
+        else:
+            sample.reward, sample.status = None, SampleStatus.FAILED
+
+    def end_batch(self, samples: Sequence[Sample], *, training: bool = False) -> None:
+        """Look for signs of a bad reward in the scored samples of a rollout (`training`) or an evaluation."""
+        if training:
+            self._signals.watch(samples)
+        if self._custom is not None or self._warned or not samples:
             return
-        if any(self._math.extract(sample.response) is not None for sample in samples):
+        if any(self._of(sample.metadata).find(sample.response) is not None for sample in samples):
             return
         self._warned = True
-        shown = "\n".join(
-            f"  sample {s.index}, label {s.label!r:.80}, response ends with: {s.response[-300:]!r}"
-            for s in samples[:NUM_SHOWN]
-        )
+        reward = self._of(samples[0].metadata)
         logger.warning(
-            f"no answer was found in any of {len(samples)} responses, so all rewards are 0. --rm-type "
-            f"{self._config.reward.rm_type} reads, after the thinking part, the last \\boxed{{...}}"
-            f"{'' if self._boxed else ' or the line after ####'}:\n{shown}"
+            f"no answer was found in any of {len(samples)} responses, so their rewards say nothing about the answers. "
+            f"--rm-type {reward.spec} reads {reward.place}:\n{show_samples(samples)}"
         )
 
     def take_counts(self) -> dict[str, float]:
-        """Grader failures since the last call, under their metric names."""
-        if self._math is None:
-            return {}
-        total = self._math.counts()
+        """Grader failures since the last call, and what the watching reward gave, under their metric names."""
+        total = {**self._tools.pools.failures(), "failed": self._errors.num_failed}
         new = {kind: number - self._counted.get(kind, 0) for kind, number in total.items()}
         self._counted = total
-        return {
-            "rollout/grader_timeouts": float(new.get(TIMEOUT, 0)),
-            "rollout/grader_errors": float(new.get(RAISED, 0) + new.get(DIED, 0)),
-        }
+        counts = self._signals.take()
+        if self._custom is None or self._watching is not None or new["failed"]:
+            counts["rollout/grader_timeouts"] = float(new.get(TIMEOUT, 0))
+            # a worker that raised is among the failed ones
+            counts["rollout/grader_errors"] = float(new["failed"] + new.get(DIED, 0))
+        return counts
 
     def close(self) -> None:
-        if self._math is not None:
-            self._math.close()
+        self._tools.pools.close()
         if self._custom is not None:
             self._custom.close()
-
-
-def _builtin_name(rm_type: str | None) -> tuple[str, bool]:
-    """Name without the `boxed_` prefix, and whether it was there."""
-    assert rm_type is not None, "the rules of the config ask for a reward"
-    name = rm_type.removeprefix(BOXED)
-    if name not in BUILTIN:
-        known = [*BUILTIN, *(BOXED + name for name in BUILTIN)]
-        close = difflib.get_close_matches(rm_type, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BUILTIN)}, each also as {BOXED}..."
-        raise ConfigError(f"--rm-type {rm_type}: there is no such reward; {hint}")
-    return name, rm_type != name

@@ -65,6 +65,7 @@ FAULT_BOUNDARIES = {
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
     "rollout/rm_hub/fork_server.py::work",
+    "rollout/rm_hub/sandbox/candidate.py::main",
 }
 
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")

@@ -1,81 +1,124 @@
-"""`--rm-type math`: 1 when the final answer of a response equals the label, else 0."""
+"""Rewards that compare the final answer of a response with the label by exact arithmetic, then by symbolic algebra."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import re
+from fractions import Fraction
 from typing import Any
 
-from miles.errors import RewardError
+from miles.rollout.rm_hub.grader import Grader, Reward, after_thinking
 from miles.rollout.rm_hub.math_answer import extract_answer, extract_boxed, extract_label
 from miles.rollout.rm_hub.math_grade import grade_exactly, label_problem, needs_symbolic
-from miles.rollout.rm_hub.pool import RAISED, Outcome, WorkerPool
 from miles.types import Sample
 
-MAX_ERROR_SHARE = 0.01  # of the answers graded so far; more means that the grader itself is broken
-NUM_ERRORS_TOLERATED = 10
+SYMBOLIC = "miles.rollout.rm_hub.math_symbolic"
+_PLAIN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
-class MathReward:
-    """Exact arithmetic settles most answers here and now; what needs symbolic algebra goes to the worker processes.
+class MathGrader(Grader):
+    """`math`: 1 when the final answer equals the label, else 0.
 
-    With `boxed` only a box counts as the place of the answer.
+    Exact arithmetic settles most answers here and now; what needs symbolic algebra goes to the worker processes.
     """
 
-    def __init__(self, *, boxed: bool, num_workers: int, timeout_s: float) -> None:
-        self._boxed = boxed
-        self._pool = WorkerPool("miles.rollout.rm_hub.math_symbolic", num_workers=num_workers, timeout_s=timeout_s)
-        self._num_graded = 0
-        self._errors: list[str] = []
+    place = r"after the thinking part, the last \boxed{...} or the line after ####"
 
     def start(self) -> None:
-        self._pool.start()
+        self.tools.pools.get(SYMBOLIC, timeout_s=self.tools.config.reward.rm_timeout)
 
-    def close(self) -> None:
-        self._pool.close()
+    def find(self, response: str) -> str | None:
+        return extract_answer(response)
 
-    def extract(self, response: str) -> str | None:
-        """The final answer as it is written in the response."""
-        return (extract_boxed(response) or None) if self._boxed else extract_answer(response)
-
-    def check_label(self, label: Any) -> str | None:
-        """Why no answer can be compared with this label. Blocks while a worker reads it, when it is an expression."""
+    def label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
         problem = label_problem(label)
         if problem is not None or not needs_symbolic(str(label)):
             return problem
-        outcome = self._pool.submit(("readable", extract_label(str(label)))).result()
-        return (
-            None if outcome.value else "no expression can be read in it" + f" ({outcome.detail})" * bool(outcome.detail)
-        )
+        return self._symbolic_problem(extract_label(str(label)) or "")
 
-    async def score(self, samples: Sequence[Sample]) -> list[float]:
-        """A 1 or 0 for each sample. An answer whose grading takes too long, dies or raises is wrong, and counted."""
-        return list(await asyncio.gather(*(self._score_one(sample) for sample in samples)))
+    def _symbolic_problem(self, label: str) -> str | None:
+        pool = self.tools.pools.get(SYMBOLIC, timeout_s=self.tools.config.reward.rm_timeout)
+        outcome = pool.submit(("readable", label)).result()
+        detail = f" ({outcome.detail})" if outcome.detail else ""
+        return None if outcome.value else f"no expression can be read in it{detail}"
 
-    def counts(self) -> dict[str, int]:
-        """Failures of the grader since the start, by kind."""
-        return dict(self._pool.failures)
+    async def compare(self, answer: str, sample: Sample) -> Reward:
+        return int(await self._is_right(answer, sample))
 
-    async def _score_one(self, sample: Sample) -> int:
-        self._num_graded += 1
-        answer = self.extract(sample.response)
-        if answer is None:
-            return 0
+    async def _is_right(self, answer: str, sample: Sample) -> bool:
         label = extract_label(str(sample.label))
-        assert label is not None, "check_label refuses such labels when they are loaded"
+        assert label is not None, "label_problem refuses such labels when they are loaded"
         verdict = grade_exactly(label, answer)
         if verdict is None:
-            outcome = await asyncio.wrap_future(self._pool.submit(("grade", label, answer)))
-            self._watch_errors(outcome, label, answer)
-            verdict = bool(outcome.value)
-        return int(verdict)
+            about = f"label {label!r}, answer {answer!r}"
+            verdict = bool(await self.tools.run(SYMBOLIC, ("grade", label, answer), about=about))
+        return verdict
 
-    def _watch_errors(self, outcome: Outcome, label: str, answer: str) -> None:
-        if outcome.failure != RAISED:
-            return
-        self._errors.append(f"{outcome.detail} (label {label!r}, answer {answer!r})")
-        if len(self._errors) > max(NUM_ERRORS_TOLERATED, MAX_ERROR_SHARE * self._num_graded):
-            raise RewardError(
-                f"--rm-type math: the grader raised for {len(self._errors)} of {self._num_graded} answers, which is "
-                f"more than {MAX_ERROR_SHARE:.0%}: {'; '.join(self._errors[-3:])}"
-            )
+    def right_answer(self, label: Any, metadata: dict[str, Any]) -> str | None:
+        return extract_label(str(label))
+
+    def write(self, answer: str) -> str:
+        return rf"\boxed{{{answer}}}"
+
+
+class Gsm8kGrader(MathGrader):
+    """`gsm8k`: labels are numbers, so an answer that exact arithmetic cannot read is wrong. Needs no process."""
+
+    def start(self) -> None:
+        pass
+
+    def _symbolic_problem(self, label: str) -> str | None:
+        return "it is not a number"
+
+    async def _is_right(self, answer: str, sample: Sample) -> bool:
+        label = extract_label(str(sample.label)) or ""
+        if _PLAIN.fullmatch(label) and _PLAIN.fullmatch(answer):
+            return label == answer or Fraction(label.replace(",", "")) == Fraction(answer.replace(",", ""))
+        return grade_exactly(label, answer) is True
+
+    def write(self, answer: str) -> str:
+        return f"#### {answer}"
+
+
+class DeepscalerGrader(MathGrader):
+    """`deepscaler`: a response must end its thinking part with `</think>`, or have `###Response`."""
+
+    place = r"after </think> or ###Response, the last \boxed{...} or the line after ####"
+
+    def find(self, response: str) -> str | None:
+        for text in (response.rpartition("</think>"), response.partition("###Response")):
+            if text[1]:
+                return extract_answer(text[2])
+        return None
+
+    def write(self, answer: str) -> str:
+        return rf"</think>\boxed{{{answer}}}"
+
+
+class GemmaMathGrader(MathGrader):
+    """`gemma_math`: thinking ends with `<channel|>`, if there is any."""
+
+    place = r"after <channel|>, the last \boxed{...} or the line after ####"
+
+    def find(self, response: str) -> str | None:
+        return extract_answer(response.rpartition("<channel|>")[2])
+
+
+class DapoGrader(MathGrader):
+    """`dapo`: score 1 or -1, with the accuracy and the answer that was read."""
+
+    place = "the last line `Answer: ...` after the thinking part"
+    missing = {"score": -1.0, "acc": 0, "pred": ""}
+    fields = ("score", "acc", "pred")
+
+    def find(self, response: str) -> str | None:
+        lines = _ANSWER_LINE.findall(after_thinking(response) or "")
+        answer = lines[-1].strip().strip("*").strip() if lines else ""
+        return (extract_boxed(answer) if "\\boxed" in answer else answer) or None
+
+    async def compare(self, answer: str, sample: Sample) -> Reward:
+        right = await self._is_right(answer, sample)
+        return {"score": 1.0 if right else -1.0, "acc": int(right), "pred": answer}
+
+    def write(self, answer: str) -> str:
+        return f"Answer: {answer}"

@@ -5,7 +5,32 @@ from __future__ import annotations
 import hashlib
 import struct
 
+from miles.rollout.rm_hub.grader import Grader, Reward
 from miles.types import Sample
+
+
+class RandomGrader(Grader):
+    """`random`: 0 or 1, whatever the answer."""
+
+    grades_empty = True
+
+    def find(self, response: str) -> str | None:
+        return response
+
+    async def compare(self, answer: str, sample: Sample) -> Reward:
+        return random_reward(sample, seed=self.tools.config.data.rollout_seed)
+
+
+class DeterministicRandomGrader(Grader):
+    """`deterministic_random`: 0 or 1 by a digest of what was written."""
+
+    grades_empty = True
+
+    def find(self, response: str) -> str | None:
+        return response
+
+    async def compare(self, answer: str, sample: Sample) -> Reward:
+        return deterministic_random_reward(sample.tokens, answer)
 
 
 def random_reward(sample: Sample, *, seed: int) -> int:

@@ -93,7 +93,7 @@ def test_field_note_43_a_label_that_cannot_be_graded_stops_at_load(tmp_path: Pat
             tokenizer,
             rows,
             label_key="label",
-            limits={"check_label": lambda label: None if label.isdigit() else "no number"},
+            limits={"check_label": lambda label, metadata: None if label.isdigit() else "no number"},
         )
 
 

@@ -59,9 +59,9 @@ def test_random_rewards_repeat_and_differ() -> None:
 
 
 def test_an_unknown_type_names_the_closest() -> None:
-    with pytest.raises(ConfigError, match="--rm-type maths: there is no such reward; did you mean math?"):
+    with pytest.raises(ConfigError, match="--rm-type maths: there is no such reward as maths; did you mean math?"):
         runner(rm_type="maths")
-    with pytest.raises(ConfigError, match="known: math, random, deterministic_random"):
+    with pytest.raises(ConfigError, match="known: math, gsm8k, .*, deterministic_random, each also as boxed_"):
         runner(rm_type="qqq")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -10,28 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from miles.rollout.rm_hub.builtin import BuiltinReward
 from miles.rollout.rm_hub.math_answer import extract_boxed
-from miles.rollout.rm_hub.math_reward import MathReward
-from miles.types import Sample
+from tests.unit.rollout.rm_hub.graders import grade, make_reward
 
 
 @pytest.fixture(scope="module")
-def reward() -> Iterator[MathReward]:
-    made = MathReward(boxed=False, num_workers=2, timeout_s=5.0)
-    made.start()
-    yield made
-    made.close()
+def reward() -> Iterator[BuiltinReward]:
+    with make_reward("math", rm_timeout=5.0) as made:
+        yield made
 
 
-def grade(reward: MathReward, pairs: list[tuple[str, str]]) -> list[float]:
-    """Verdicts of pairs (label, response)."""
-    return asyncio.run(reward.score([Sample(label=label, response=response) for label, response in pairs]))
-
-
-def test_every_case_gets_its_verdict(reward: MathReward, cases_dir: Path) -> None:
+def test_every_case_gets_its_verdict(reward: BuiltinReward, cases_dir: Path) -> None:
     cases = [json.loads(line) for line in (cases_dir / "math_grading.jsonl").read_text().splitlines()]
     assert cases
-    assert [reward.check_label(case["label"]) for case in cases] == [None] * len(cases)
+    assert [reward.label_problem(case["label"], {}) for case in cases] == [None] * len(cases)
     verdicts = grade(reward, [(case["label"], case["response"]) for case in cases])
     wrong = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict != case["correct"]]
     assert wrong == []
@@ -134,7 +126,7 @@ DIFFERENT = [
 ]
 
 
-def test_notation_does_not_matter_and_value_does(reward: MathReward) -> None:
+def test_notation_does_not_matter_and_value_does(reward: BuiltinReward) -> None:
     pairs = [(label, rf"\boxed{{{answer}}}") for label, answer in [*EQUAL, *DIFFERENT]]
     verdicts = grade(reward, pairs)
     expected = [1] * len(EQUAL) + [0] * len(DIFFERENT)
@@ -154,14 +146,14 @@ def test_notation_does_not_matter_and_value_does(reward: MathReward) -> None:
         "####",
     ],
 )
-def test_an_answer_that_is_not_where_answers_go_is_wrong(reward: MathReward, response: str) -> None:
-    assert reward.extract(response) is None
+def test_an_answer_that_is_not_where_answers_go_is_wrong(reward: BuiltinReward, response: str) -> None:
+    assert reward.find(response) is None
     assert grade(reward, [("5", response)]) == [0]
 
 
 def test_boxed_math_reads_boxes_only() -> None:
-    boxed = MathReward(boxed=True, num_workers=1, timeout_s=1.0)
-    assert grade(boxed, [("5", r"\boxed{5}"), ("5", "#### 5")]) == [1, 0]
+    with make_reward("boxed_math") as boxed:
+        assert grade(boxed, [("5", r"\boxed{5}"), ("5", "#### 5")]) == [1, 0]
     assert extract_boxed(r"<think>\boxed{1}</think> \boxed{\frac{1}{2}} and \fbox{7}") == "7"
     assert extract_boxed("none") == ""
 
@@ -186,16 +178,16 @@ def test_boxed_math_reads_boxes_only() -> None:
         "@@",
     ],
 )
-def test_field_note_43_an_unreadable_label_is_refused(reward: MathReward, label: object) -> None:
-    assert reward.check_label(label)
+def test_field_note_43_an_unreadable_label_is_refused(reward: BuiltinReward, label: object) -> None:
+    assert reward.label_problem(label, {})
 
 
 @pytest.mark.parametrize("label", ["5", 5, 3.5, r"x^2+1", r"\log_2 8", "Evelyn", "(B)", "work\n#### 18", r"[0,\infty)"])
-def test_readable_labels_are_accepted(reward: MathReward, label: object) -> None:
-    assert reward.check_label(label) is None
+def test_readable_labels_are_accepted(reward: BuiltinReward, label: object) -> None:
+    assert reward.label_problem(label, {}) is None
 
 
-def test_field_note_41_the_verdict_is_the_same_from_every_thread(reward: MathReward) -> None:
+def test_field_note_41_the_verdict_is_the_same_from_every_thread(reward: BuiltinReward) -> None:
     verdicts: list[list[float]] = []
     pairs = [(r"\sqrt{8}", r"\boxed{2\sqrt{2}}"), ("x^2", r"\boxed{x^3}"), ("5", "#### 5")]
     threads = [threading.Thread(target=lambda: verdicts.append(grade(reward, pairs))) for _ in range(3)]
@@ -208,7 +200,7 @@ def test_field_note_41_the_verdict_is_the_same_from_every_thread(reward: MathRew
 
 def test_all_gsm8k_labels_equal_themselves_and_differ_from_a_neighbour(data_dir: Path) -> None:
     from_file = [json.loads(line)["answer"] for line in (data_dir / "gsm8k" / "test.jsonl").read_text().splitlines()]
-    exact = MathReward(boxed=False, num_workers=1, timeout_s=1.0)  # never started: nothing here needs a worker
-    assert [exact.check_label(label) for label in from_file] == [None] * 1319
-    assert grade(exact, [(label, label) for label in from_file]) == [1] * 1319
-    assert grade(exact, [(label, label + "1") for label in from_file]) == [0] * 1319
+    with make_reward("gsm8k") as exact:  # needs no worker
+        assert [exact.label_problem(label, {}) for label in from_file] == [None] * 1319
+        assert grade(exact, [(label, label) for label in from_file]) == [1] * 1319
+        assert grade(exact, [(label, label + "1") for label in from_file]) == [0] * 1319

@@ -1,0 +1,1 @@
+"""Runs programs of the model where they can do no harm."""
