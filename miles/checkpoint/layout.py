@@ -6,7 +6,8 @@
         /latest_checkpointed_iteration.txt      `12`
 
 A folder gets its name when everything in it is on disk, and the tracker file is written after that: whenever a
-process is killed, the tracker names a complete checkpoint. Names that begin with `.tmp-` are leftovers of a kill.
+process is killed, the tracker names a complete checkpoint. Names that begin with `.tmp-` are leftovers of a kill;
+`.tmp-replaced-iter_0000012-...` is a complete checkpoint that was being replaced by another of the same iteration.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import CheckpointError
-from miles.observe.atomic import write_atomically
+from miles.observe.atomic import sync, write_atomically
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STATE_NAME = "state.json"
 MODEL_FOLDER = "model"
 FORMAT = 1
+
+REPLACED = "replaced-"
+REMOVED = "removed-"
 
 _TEMPORARY_PREFIX = ".tmp-"
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -57,6 +61,20 @@ def temporary_path(root: Path, iteration: int, *, pid: int, what: str = "") -> P
 def leftovers(root: Path) -> list[Path]:
     """Folders of saves that were cut off."""
     return sorted(root.glob(_TEMPORARY_PREFIX + "*"))
+
+
+def put_back_replaced(root: Path) -> list[Path]:
+    """A kill between the two renames of a replacement leaves the old checkpoint under a temporary name: give it its
+    own again. Returns what was put back."""
+    done = []
+    for path in root.glob(f"{_TEMPORARY_PREFIX}{REPLACED}iter_*"):
+        target = root / path.name.removeprefix(_TEMPORARY_PREFIX + REPLACED).rpartition("-")[0]
+        if not target.exists():
+            path.rename(target)
+            done.append(target)
+    if done:
+        sync(root)
+    return done
 
 
 def checkpoints(root: Path) -> dict[int, Path]:

@@ -32,6 +32,8 @@ def load_checkpoint(root: Path) -> LoadedCheckpoint | None:
     Folders that are passed over are named in the log. Raises `CheckpointError` when the checkpoint is missing or
     damaged: starting fresh, or from an older one, is for the user to decide.
     """
+    for path in layout.put_back_replaced(root):
+        logger.warning("%s: its replacement was cut off; it is back under its name", path)
     found = layout.checkpoints(root)
     for leftover in layout.leftovers(root):
         logger.warning("%s: skipped, its save was cut off; the next save removes it", leftover)
@@ -52,6 +54,19 @@ def load_checkpoint(root: Path) -> LoadedCheckpoint | None:
     manifest = layout.read_manifest(path)
     layout.verify(path, manifest)
     return LoadedCheckpoint(path, manifest.iteration, _read_tensors(path, manifest), manifest.state)
+
+
+def weights_folder(folder: Path) -> Path:
+    """The model folder in a run folder, a folder of checkpoints (the one its tracker names) or one checkpoint; another
+    folder is taken for a model folder. Raises `CheckpointError` when the checkpoint is damaged."""
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    iteration = layout.read_tracker(root)
+    if iteration is not None:
+        folder = layout.checkpoint_path(root, iteration)
+    if not (folder / layout.STATE_NAME).is_file():
+        return folder
+    layout.verify(folder, layout.read_manifest(folder))
+    return folder / layout.MODEL_FOLDER
 
 
 def _read_tensors(folder: Path, manifest: layout.Manifest) -> dict[str, dict[str, Tensor]]:

@@ -42,6 +42,7 @@ def save_checkpoint(
     temporary = layout.temporary_path(root, iteration, pid=os.getpid())
     try:
         root.mkdir(parents=True, exist_ok=True)
+        layout.put_back_replaced(root)
         for leftover in layout.leftovers(root):
             shutil.rmtree(leftover)
         _check_space(root, tensors)
@@ -63,6 +64,13 @@ def save_checkpoint(
         raise StorageError(
             f"{root}: cannot save the checkpoint of iteration {iteration}: {reason}; {_what_is_left(root)}"
         ) from error
+
+
+def remove_checkpoint(root: Path, iteration: int) -> None:
+    """Remove a checkpoint; a kill meanwhile leaves a leftover, never a part of one under its name."""
+    doomed = layout.temporary_path(root, iteration, pid=os.getpid(), what=layout.REMOVED)
+    layout.checkpoint_path(root, iteration).rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def check_save_root(root: Path) -> None:
@@ -104,12 +112,13 @@ def _sync_tree(folder: Path) -> None:
 def _publish(root: Path, temporary: Path, manifest: Manifest) -> Path:
     """Give the complete folder its name and write the tracker."""
     target = layout.checkpoint_path(root, manifest.iteration)
-    replaced = layout.temporary_path(root, manifest.iteration, pid=os.getpid(), what="replaced-")
+    replaced = layout.temporary_path(root, manifest.iteration, pid=os.getpid(), what=layout.REPLACED)
     if _is_saved(target, manifest):
         # Replacing it would leave a moment without the checkpoint that the tracker may name.
         shutil.rmtree(temporary)
     else:
         if target.exists():
+            # A kill between these two renames is undone by `layout.put_back_replaced`.
             target.rename(replaced)
         temporary.rename(target)
         sync(root)

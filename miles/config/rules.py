@@ -177,6 +177,11 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"
 
 
+def _checkpoints(config: RunConfig) -> Iterator[str]:
+    if config.run_dir.save_keep_best is not None and config.eval.eval_interval is None:
+        yield "--save-keep-best needs --eval-interval: without evaluations no checkpoint is better than another"
+
+
 def _layout(config: RunConfig) -> Iterator[str]:
     for name, value in flatten(config).items():
         flag = FLAGS[name]
@@ -211,6 +216,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     loss_violations,
     _optimizer,
     _evaluation,
+    _checkpoints,
     _layout,
     _names_in_mappings,
     _run_folder,

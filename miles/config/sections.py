@@ -39,6 +39,10 @@ class ModelConfig:
     """Model and device"""
 
     hf_checkpoint: str | None = flag(None, "Hugging Face model folder, or a hub name when online")
+    init_from: str | None = flag(
+        None,
+        "start from the weights, and nothing else, of this model folder or checkpoint; default: --hf-checkpoint",
+    )
     ref_load: str | None = flag(None, "reference model for the KL terms; default: the start weights of this run")
     chat_template_path: str | None = flag(None, "Jinja file that replaces the tokenizer's chat template")
     device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda"))
@@ -383,6 +387,27 @@ class RunDirConfig:
         "rollouts between checkpoints; the last one is always saved",
         unit="rollouts",
         bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    async_save: bool = flag(False, "write checkpoints while training goes on, from a copy in memory", resume=True)
+    save_keep_last: int | None = flag(
+        None,
+        "keep this many of the latest checkpoints; default: all",
+        unit="checkpoints",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    save_keep_best: int | None = flag(
+        None,
+        "keep this many of those with the best evaluation (mean of the sets), besides the latest",
+        unit="checkpoints",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    save_trigger_sentinel: str | None = flag(
+        None,
+        "a checkpoint is saved after the step in which this file appears; default: save_now in the run folder "
+        "(SIGUSR2 to `miles train` does the same)",
         resume=True,
     )
     load: str | None = flag(None, "folder of checkpoints to resume from; default: the one of --save", resume=True)

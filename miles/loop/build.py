@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from miles.checkpoint.background import Saver
 from miles.checkpoint.hf import check_export_target
-from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from miles.checkpoint.keep import Keep
+from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_folder
 from miles.checkpoint.save import check_save_root
 from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
@@ -134,15 +136,18 @@ def _assemble(
     heartbeat.set_phase("load", detail="weights")
     placement = place(config.model, spec)
     logger.info(placement.describe())
-    model = _load_weights(model_folder, spec, placement)
+    start_folder = _start_folder(config, model_folder, spec)
+    model = _load_weights(start_folder, spec, placement)
     trainer = LocalTrainer(
         model,
-        _load_reference(config, model_folder, spec, placement),
+        _load_reference(config, start_folder, spec, placement),
         config,
         total_steps=schedule.num_steps,
         teacher=_load_teacher(config, spec, placement),
-        critic=_load_critic(config, model_folder, spec, placement),
+        critic=_load_critic(config, start_folder, spec, placement),
     )
+    saver = Saver(folder.save, model_source=model_folder, keep=_keep(config), background=config.run_dir.async_save)
+    stack.callback(saver.close)
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
     needs_engine = config.algorithm.loss_type != "sft_loss" or suites
@@ -162,6 +167,7 @@ def _assemble(
         evaluate=writers.evaluate if suites else None,
         trainer=trainer,
         metrics=metrics,
+        saver=saver,
         timers=Timers(on_phase=heartbeat.set_phase),
         runner=stack.enter_context(asyncio.Runner()),
     )
@@ -181,6 +187,25 @@ def _load_checkpoint(folder: RunFolder) -> LoadedCheckpoint | None:
             "fresh"
         )
     return other
+
+
+def _keep(config: RunConfig) -> Keep:
+    return Keep(last=config.run_dir.save_keep_last, best=config.run_dir.save_keep_best)
+
+
+def _start_folder(config: RunConfig, model_folder: Path, spec: ModelSpec) -> Path:
+    """Where the weights of a fresh start are: `--init-from`, whose model must have the shapes of `--hf-checkpoint`."""
+    if config.model.init_from is None:
+        return model_folder
+    folder = weights_folder(resolve_model(config.model.init_from, flag="--init-from"))
+    theirs = load_spec(folder)
+    if theirs.architecture != spec.architecture or theirs.num_parameters != spec.num_parameters:
+        raise CheckpointError(
+            f"--init-from {folder} is a {theirs.architecture} of {theirs.num_parameters} parameters and "
+            f"--hf-checkpoint {model_folder} a {spec.architecture} of {spec.num_parameters}: the weights of one do not "
+            "fit the other"
+        )
+    return folder
 
 
 def _start_engine(

@@ -10,7 +10,7 @@ from typing import Any
 from miles.config.sections import RunConfig
 from miles.loop.monitor import Monitor
 from miles.loop.run_folder import RunFolder
-from miles.loop.supervisor import TRAIN, report_end
+from miles.loop.supervisor import SAVE_SIGNAL, TRAIN, report_end
 from miles.loop.worker import WorkerContext, run_guarded
 from miles.observe.display import Display, make_display
 from miles.observe.heartbeat import Heartbeat
@@ -39,7 +39,10 @@ def run_in_process(
         context.request_stop()
 
     setup_logging("main", lambda line: monitor.output(line.encode(errors="backslashreplace")))
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[signal.Signals, Any] = {
+        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    previous[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, lambda *_: folder.save_request.touch())
     heartbeat.start()
     try:
         exit_code = run_guarded(train, config, folder, context)

@@ -21,7 +21,7 @@ def train(config: RunConfig, folder: RunFolder, context: WorkerContext) -> None:
             while run.num_done < run.schedule.num_rollout:
                 step(run)
         except stages.Stopped:
-            stages.save(run)
+            stages.save_for_good(run)
         else:
             stages.finish(run)
 

@@ -39,6 +39,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def save_request(self) -> Path:
+        """When this file appears, the step in progress is saved once it has ended."""
+        return self.path / "save_now"
+
+    @property
     def has_begun(self) -> bool:
         """Whether a step or an evaluation was finished here; a checkpoint never comes before one."""
         return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0

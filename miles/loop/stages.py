@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from miles.checkpoint.background import Saved, Saver
 from miles.checkpoint.hf import export_hf
+from miles.checkpoint.keep import NOTE, Note
 from miles.checkpoint.load import LoadedCheckpoint
-from miles.checkpoint.save import save_checkpoint
 from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
 from miles.data.source import PromptSource
@@ -60,12 +62,22 @@ class Run:
     timers: Timers
     runner: asyncio.Runner
     metrics: MetricsWriter
+    saver: Saver
     num_done: int = 0  # finished rollouts
     version: int = 0  # of the weights
     evaluated_at: int | None = None  # num_done of the last evaluation
+    score: float | None = None  # mean over the sets of the last evaluation
     saved_at: int | None = None  # num_done of the last checkpoint
     source_state: dict[str, Any] = field(default_factory=dict)  # data position after the last finished rollout
     waiting: asyncio.Task[Any] | None = None
+
+    def take_save_request(self) -> bool:
+        """Whether a checkpoint was asked for by file or signal since the last call."""
+        named = self.config.run_dir.save_trigger_sentinel
+        found = [path for path in (self.folder.save_request, named and Path(named)) if path and path.exists()]
+        for path in found:
+            path.unlink(missing_ok=True)
+        return bool(found)
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine to its end. Raises `Stopped` when a stop is requested before or meanwhile."""
@@ -134,6 +146,7 @@ def evaluate_if_due(run: Run) -> None:
     samples = run.folder.path / "samples" / f"eval_{run.num_done}.parquet"
     write_samples(samples, outcome.samples, reward_key=run.config.reward.reward_key)
     run.evaluated_at = run.num_done
+    run.score = fmean(outcome.metrics[f"eval/{name}"] for name in outcome.samples)
 
 
 def generate(run: Run) -> list[list[Sample]]:
@@ -150,7 +163,7 @@ def _answers(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return run.wait(coroutine)
     except (EngineError, RewardError):
-        save(run)
+        save_for_good(run)
         raise
 
 
@@ -199,16 +212,19 @@ def finish_step(run: Run) -> None:
 
 
 def save_if_due(run: Run) -> None:
-    if run.schedule.save_due(run.num_done):
+    """Save when it is due or asked for, and say what has been saved meanwhile."""
+    if run.take_save_request() or run.schedule.save_due(run.num_done):
         save(run)
+    note_saved(run, run.saver.finished())
 
 
-def save(run: Run) -> None:
+def save(run: Run, *, temporary: bool = False) -> None:
     """Save what is done, unless it is saved already. Nothing is done before the first rollout."""
     if run.num_done == 0 or run.saved_at == run.num_done:
         return
     with run.timers.span("save_model"):
         tensors, trainer_state = run.trainer.save()
+        score = run.score if run.evaluated_at == run.num_done else None
         state = {
             "trainer": trainer_state,
             "source": run.source_state,
@@ -216,13 +232,23 @@ def save(run: Run) -> None:
             "version": run.version,
             "evaluated_at": run.evaluated_at,
             "identity": identity(run.config),
+            NOTE: Note(temporary=temporary, score=score).as_json(),
         }
-        path = save_checkpoint(
-            run.folder.save, run.num_done, tensors=tensors, state=state, model_source=run.model_folder
-        )
+        run.saver.save(run.num_done, tensors=tensors, state=state)
     run.saved_at = run.num_done
-    run.metrics.event("checkpoint", step=run.num_done, path=str(path))
-    logger.info(f"saved {path}")
+
+
+def save_for_good(run: Run) -> None:
+    """The last save: on disk when this returns."""
+    save(run)
+    note_saved(run, run.saver.wait())
+
+
+def note_saved(run: Run, saved: list[Saved]) -> None:
+    for checkpoint in saved:
+        run.metrics.event("checkpoint", step=checkpoint.iteration, path=str(checkpoint.path))
+        gone = f", removed those of {', '.join(map(str, checkpoint.removed))}" if checkpoint.removed else ""
+        logger.info(f"saved {checkpoint.path}{gone}")
 
 
 def stop_if_requested(run: Run) -> None:
@@ -231,7 +257,9 @@ def stop_if_requested(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Export the final weights when asked to, and say that the run is complete."""
+    """Wait for the last save, export the final weights when asked to, and say that the run is complete."""
+    with run.timers.span("save_model"):
+        note_saved(run, run.saver.wait())
     if run.config.run_dir.save_hf is not None:
         target = Path(run.config.run_dir.save_hf)
         with run.timers.span("export_hf"):

@@ -33,6 +33,7 @@ from miles.observe.display import Display, make_display
 from miles.observe.log import get_logger, setup_logging, stop_logging
 
 TRAIN = "miles.loop.run.train"
+SAVE_SIGNAL = signal.SIGUSR2  # asks for a checkpoint after the step in progress
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 _TICK_S = 0.1
@@ -63,6 +64,7 @@ def supervise(
     setup_logging("supervisor", lambda line: monitor.log.write(line.encode(errors="backslashreplace")))
     received: list[int] = []
     previous = {number: signal.signal(number, _recorder(received)) for number in EXIT_CODES}
+    previous[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, lambda *_: folder.save_request.touch())
     try:
         with _Worker(folder, train, monitor) as worker:
             outcome = _watch(worker, monitor, received)

@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     context = WorkerContext(heartbeat)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: context.request_stop())
+    # Asks the supervisor for a checkpoint; sent to the whole group by mistake, it must not end the worker.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     heartbeat.start()
     config = load_config(args.config)
     exit_code = run_guarded(args.train, config, run_folder_of(config, lock_fd=args.lock_fd), context)

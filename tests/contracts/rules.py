@@ -60,6 +60,7 @@ FAULT_BOUNDARIES = {
     "plugins.py::invoke",
     "text/tokenizer.py::load_tokenizer",
     "loop/worker.py::run_guarded",
+    "checkpoint/background.py::_run",
     "engine/local.py::_serve",
     "trainer/hooks.py::_try",
     "rollout/client.py::_dispatch",

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 import random
@@ -6,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from miles.checkpoint import save as save_module
-from miles.checkpoint.load import load_checkpoint
+from miles.checkpoint.load import load_checkpoint, weights_folder
 from miles.checkpoint.save import save_checkpoint
 from miles.errors import CheckpointError, StorageError
 
@@ -128,6 +130,50 @@ def test_saving_the_same_iteration_again(root, source):
     assert len(list(root.iterdir())) == 2
 
 
+def test_kill_9_at_any_point_of_a_replacement(root, source, caplog):
+    """The same iteration saved with other content: the old or the new one is there at any moment."""
+    save(root, 1, source)
+    save(root, 3, source)
+    template = root.with_name("template")
+    shutil.copytree(root, template)
+    num_events = run_and_kill_at(root, source, event=None, iterations=(3,), more=1)
+    assert load_checkpoint(root).state["more"] == 1
+    found, window_seen = set(), False
+    for event in range(num_events - 16, num_events + 1):  # the replacement itself comes last
+        shutil.rmtree(root)
+        shutil.copytree(template, root)
+        run_and_kill_at(root, source, event=event, iterations=(3,), more=1)
+        between = not (root / "iter_0000003").exists()
+        caplog.clear()
+        loaded = load_checkpoint(root)
+        assert_is(loaded, 3)
+        assert ("iter_0000003: its replacement was cut off" in caplog.text) == between
+        window_seen |= between
+        found.add(loaded.state.get("more"))
+    assert found == {None, 1} and window_seen
+
+
+def test_a_replaced_checkpoint_is_put_back_by_the_next_save_too(root, source):
+    path = save(root, 3, source)
+    path.rename(root / ".tmp-replaced-iter_0000003-99")
+    save(root, 4, source)
+    assert sorted(item.name for item in root.glob("*iter*")) == [
+        "iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+def test_weights_of_a_run_folder_a_root_a_checkpoint_or_a_model(tmp_path, source):
+    root = tmp_path / "run" / "checkpoints"
+    save(root, 1, source)
+    path = save(root, 2, source)
+    for named in (tmp_path / "run", root, path, path / "model"):
+        assert weights_folder(named) == path / "model"
+    assert weights_folder(root / "iter_0000001") == root / "iter_0000001" / "model"
+    (path / "model" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        weights_folder(root)
+
+
 def test_space_is_checked_before_anything_is_written(root, source, monkeypatch):
     save(root, 1, source)
     usage = shutil.disk_usage(root)._replace(free=100_000)
@@ -170,8 +216,9 @@ def test_a_full_file_system(tmp_path, source, monkeypatch):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def run_and_kill_at(root, source, *, event: int | None) -> int:
-    """Save 2 and then 3 in a child that is killed at its `event`-th file operation. Returns how many it began."""
+def run_and_kill_at(root, source, *, event: int | None, iterations=(2, 3), **state) -> int:
+    """Save 2 and then 3, or other iterations, in a child that is killed at its `event`-th file operation. Returns how
+    many it began."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if child == 0:
@@ -185,8 +232,8 @@ def run_and_kill_at(root, source, *, event: int | None) -> int:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(on_event)
-        for iteration in (2, 3):
-            save(root, iteration, source)
+        for iteration in iterations:
+            save(root, iteration, source, **state)
         os.write(write_fd, str(count).encode())
         os._exit(0)
     os.close(write_fd)
@@ -216,3 +263,25 @@ def test_field_note_26_kill_9_at_any_point_of_a_save(root, source, caplog):
         assert_is(load_checkpoint(root), 4)
     assert resumed == sorted(resumed)
     assert set(resumed) >= {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_kill_9_at_a_random_moment(root, source, caplog, seed):
+    """By time, not by file operation: a loop of saves in another process, some of them replacements."""
+    save(root, 1, source)
+    child = os.fork()
+    if child == 0:
+        for count in itertools.count():
+            for iteration in (2, 3):
+                save(root, iteration, source, count=count)
+    time.sleep(0.05 + random.Random(seed).random() * 0.3)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    skipped = [path.name for path in root.glob(".tmp-iter*")]
+    loaded = load_checkpoint(root)
+    assert_is(loaded, loaded.iteration)
+    assert all(f"{name}: skipped" in caplog.text for name in skipped)
+    save(root, 4, source)
+    assert_is(load_checkpoint(root), 4)
+    assert not list(root.glob(".tmp-*"))

@@ -1,0 +1,76 @@
+"""Checkpoints of whole runs: on request, pruned, from weights only. Runs are forks of one process (`loop_fork.py`)."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles.checkpoint.layout import checkpoints
+from tests.e2e.loop_fork import MODEL, run_fork, sums
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def test_a_checkpoint_on_request_by_file_and_by_signal(tmp_path):
+    def asks(run):
+        if run.num_done == 1:
+            run.folder.save_request.touch()
+        if run.num_done == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    ended = run_fork(tmp_path, sums(tmp_path, num_rollout=5), each_step=asks)
+    assert ended.code == 0, ended.text
+    assert list(checkpoints(ended.folder / "checkpoints")) == [2, 4, 5]
+    assert not (ended.folder / "save_now").exists()
+
+
+def test_a_named_sentinel(tmp_path):
+    def asks(run):
+        if run.num_done == 1:
+            (tmp_path / "please").touch()
+
+    settings = sums(tmp_path, num_rollout=3, save_trigger_sentinel=str(tmp_path / "please"))
+    ended = run_fork(tmp_path, settings, each_step=asks)
+    assert list(checkpoints(ended.folder / "checkpoints")) == [2, 3]
+
+
+def test_asynchronous_saves_hold_what_synchronous_ones_do_and_the_last_are_kept(tmp_path):
+    ends = {}
+    for name, settings in (("sync", {}), ("async", {"async_save": True})):
+        settings = sums(tmp_path, num_rollout=4, save_interval=1, save_keep_last=2, run_name=name, **settings)
+        ends[name] = run_fork(tmp_path, settings)
+        assert ends[name].code == 0, ends[name].text
+        assert list(checkpoints(ends[name].folder / "checkpoints")) == [3, 4]
+    first, second = (ends[name].folder / "checkpoints" / "iter_0000004" for name in ends)
+    for file in ("optimizer.safetensors", "model/model.safetensors"):
+        one, other = load_file(first / file), load_file(second / file)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    events = [json.loads(line) for line in (ends["async"].folder / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [1, 2, 3, 4]
+
+
+def test_init_from_takes_the_weights_and_nothing_else(tmp_path):
+    first = run_fork(tmp_path, sums(tmp_path, num_rollout=2, lr=1e-2, run_name="first"))
+    settings = sums(tmp_path, num_rollout=1, lr=0.0, run_name="second", init_from=str(first.folder))
+    second = run_fork(tmp_path, settings)
+    assert second.code == 0, second.text
+    trained, start = (
+        load_file(ended.folder / "checkpoints" / name / "model" / "model.safetensors")
+        for ended, name in ((first, "iter_0000002"), (second, "iter_0000001"))
+    )
+    assert all(torch.equal(trained[key], start[key]) for key in trained)
+    records = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0], "counters, data position and optimizer start anew"
+
+
+def test_init_from_of_another_shape_is_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    model = json.loads((MODEL / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**model, "intermediate_size": 16}))
+    ended = run_fork(tmp_path, sums(tmp_path, init_from=str(other)))
+    assert ended.code == 2
+    assert "--init-from" in ended.text and "do not fit" in ended.text
