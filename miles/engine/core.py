@@ -87,14 +87,8 @@ class EngineCore:
     def abort(self, request_ids: Iterable[int] | None = None) -> None:
         """End these requests, or all, with what they have written."""
         wanted = None if request_ids is None else set(request_ids)
-        for row in self.table.rows().tolist():
-            live = self.table.live[row]
-            if live is not None and (wanted is None or live.request.request_id in wanted):
-                self._end(self.scheduler.release(row), FinishReason.ABORT)
-        for live in list(self.scheduler.waiting):
-            if wanted is None or live.request.request_id in wanted:
-                self.scheduler.waiting.remove(live)
-                self._end(live, FinishReason.ABORT)
+        for live in self.scheduler.withdraw(wanted):
+            self._end(live, FinishReason.ABORT)
 
     def pause(self, mode: str) -> None:
         """Prepare running requests for a stop of unknown length; see `Generator.pause`."""

@@ -17,7 +17,7 @@ _NO_IDS = np.zeros(0, dtype=np.int64)
 _NO_LOG_PROBS = np.zeros(0, dtype=np.float32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request that has no result yet. What it has written is up to date only while it is not in the table."""
 

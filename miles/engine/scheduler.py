@@ -94,6 +94,20 @@ class Scheduler:
             if self.table.occupied[row]:
                 self.retract(row)
 
+    def withdraw(self, request_ids: set[int] | None) -> list[LiveRequest]:
+        """Take these requests, or all, out of the rows and the queue."""
+        withdrawn = []
+        for row in self.table.rows().tolist():
+            live = self.table.live[row]
+            if live is not None and (request_ids is None or live.request.request_id in request_ids):
+                withdrawn.append(self.release(row))
+        staying: deque[LiveRequest] = deque()
+        for live in self.waiting:
+            wanted = request_ids is None or live.request.request_id in request_ids
+            (withdrawn if wanted else staying).append(live)
+        self.waiting = staying
+        return withdrawn
+
     def set_version(self, version: int) -> None:
         """New weights: keys and values computed so far are not found again."""
         self.version = version
@@ -101,6 +115,7 @@ class Scheduler:
         self._leaders.clear()
 
     def _admit(self) -> None:
+        """Give rows to waiting requests while rows, blocks and the prefill budget last."""
         table, pool = self.table, self.pool
         num_pending = (table.length - table.computed)[table.occupied & ~table.waits]
         budget = self._prefill_tokens - int(num_pending[num_pending > 1].sum())
@@ -114,10 +129,12 @@ class Scheduler:
                     return
                 self._follow(self.waiting.popleft(), leader)
                 continue
+            if budget <= 0:
+                return
             ids = np.concatenate((live.prompt, live.output_ids))
             shared, num_cached = pool.index.match(ids) if self._share_prompts else ([], 0)
             num_missing = -(-len(ids) // table.page_size) - len(shared)
-            if budget <= 0 or pool.num_free - pool.num_idle(shared) - num_missing < num_reserved:
+            if pool.num_free - pool.num_idle(shared) - num_missing < num_reserved:
                 return
             self.waiting.popleft()
             row = table.put(live, cache_version=self.version)
@@ -133,6 +150,7 @@ class Scheduler:
                     self._leaders[live.prompt_key] = row
 
     def _follow(self, live: LiveRequest, leader: int) -> None:
+        """Give a row to a request that waits for another row to prefill the same prompt."""
         row = self.table.put(live, cache_version=self.version)
         self.table.waits[row] = True
         live.cached_tokens = len(live.prompt)
@@ -158,22 +176,22 @@ class Scheduler:
         return copies
 
     def _make_writable(self, row: int, place: int, copies: list[tuple[int, int]]) -> bool:
+        """Whether the row's block at this place is now its own; False when that needs a block and none is free."""
         table, pool = self.table, self.pool
         if place >= table.num_blocks[row]:
-            if not pool.num_free:
-                return False
-            table.add_block(row, pool.allocate())
-            return True
+            if pool.num_free:
+                table.add_block(row, pool.allocate())
+                return True
+            return False
         block = int(table.blocks[row, place])
-        if pool.num_free and (pool.references[block] > 1 or pool.index.full[block]):
+        is_shared, is_known = pool.references[block] > 1, pool.index.full[block]
+        if (is_shared or is_known) and pool.num_free:
             table.blocks[row, place] = copy = pool.allocate()
             copies.append((block, copy))
             pool.release([block])
-        elif pool.references[block] > 1:
-            return False
-        elif pool.index.full[block]:
+        elif is_known and not is_shared:
             pool.index.forget(block)
-        return True
+        return bool(pool.references[table.blocks[row, place]] == 1)
 
     def _chunks(self, rows: np.ndarray) -> list[tuple[int, int]]:
         """Rows that are being prefilled and how many tokens each computes now, oldest first within the budget."""
@@ -187,6 +205,7 @@ class Scheduler:
         return chunks
 
     def _prompt_done(self, row: int) -> None:
+        """Let the prefix index and the rows that wait know the blocks of a complete prompt."""
         table, pool = self.table, self.pool
         live = table.live[row]
         assert live is not None, "a scheduled row is in use"
