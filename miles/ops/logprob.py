@@ -177,4 +177,7 @@ def _grad_logits(
     if grad_log_probs_CK is None:
         return probs_CV.mul_(factor_CV).neg_()
     grad_logits_CV = probs_CV.mul_(factor_CV + grad_log_probs_CK.sum(-1, keepdim=True)).neg_()
-    return grad_logits_CV.scatter_add_(1, targets_CK, grad_log_probs_CK)
+    # One column after the other: ids may repeat in a row, and a GPU adds repeated ids of one call in any order.
+    for targets_C1, grad_C1 in zip(targets_CK.split(1, 1), grad_log_probs_CK.split(1, 1), strict=True):
+        grad_logits_CV.scatter_add_(1, targets_C1, grad_C1)
+    return grad_logits_CV

@@ -6,7 +6,6 @@ change what a token is worth, so the two must agree to rounding. R: trained toke
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +39,17 @@ GAP = "train/train_rollout_logprob_abs_diff"
 
 
 def rescore_in_another_packing(
-    model: Decoder, scorer: Scorer, batch: TokenBatch, config: RunConfig
+    model: Decoder, scorer: Scorer, batch: TokenBatch, config: RunConfig, *, max_tokens: int
 ) -> dict[str, float]:
-    """Metrics of the comparison. Raises `TrainError` when a limit is passed."""
+    """Metrics of the comparison of packs of up to `max_tokens` with single answers. `TrainError` beyond a limit."""
     trained = [i for i, target in enumerate(batch.targets) if target.ids]
     chosen = trained[:: max(len(trained) // NUM_CHECKED, 1)][:NUM_CHECKED]
     if not chosen:
         return {}
     part = _only(batch, chosen)
     everyone = range(len(chosen))
-    together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=sys.maxsize))
-    alone_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=sys.maxsize, max_samples=1))
+    together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens))
+    alone_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens, max_samples=1))
     if not (together_R.isfinite() & alone_R.isfinite()).all():
         return {}  # the optimizer step will name the samples
     low, high = config.algorithm.eps_clip, config.algorithm.eps_clip_high or config.algorithm.eps_clip

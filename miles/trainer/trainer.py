@@ -97,8 +97,12 @@ class LocalTrainer:
             advantages_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
             age = self._note_age(samples, weight_version)
-        checked = {} if self._is_checked else rescore_in_another_packing(self.model, self._scorer, batch, self.config)
-        self._is_checked = True
+        checked: dict[str, float] = {}
+        if not self._is_checked:
+            checked = rescore_in_another_packing(
+                self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens
+            )
+            self._is_checked = True
         judged = Judged()
         if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
             packed = self._pack(batch, range(len(batch.samples)), learns=False)

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from miles.config.flags import with_values
 from miles.config.sections import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from miles.data.source import PromptSource
 from miles.errors import EngineError, RewardError
 from miles.rollout.client import EngineClient
 from miles.rollout.noise import noise_key
-from miles.rollout.producer import Producer
+from miles.rollout.producer import Producer, rollout_sampling
 from miles.rollout.rewards import RewardRunner
 from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus
 from tests.unit.rollout.fake_generator import FakeGenerator, stopped
@@ -47,6 +48,14 @@ def test_a_rollout_is_one_submit_in_the_order_of_the_data_with_a_key_per_answer(
     assert (sample.tokens, sample.response_length, sample.response) == ([1, 1, 0, 1], 2, "ok")
     assert (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions) == ([1, 1], [-0.5] * 2, [3, 3])
     assert sample.status is SampleStatus.COMPLETED and sample.reward in (0, 1)
+
+
+def test_training_asks_the_engine_for_what_the_trainer_needs() -> None:
+    plain = rollout_sampling(CONFIG)
+    assert plain.return_kept_tokens and plain.num_top_log_probs == 0
+    centred = with_values(CONFIG, {"use_score_centering": True, "score_centering_top_k": 16, "rollout_top_p": 0.9})
+    sampling = rollout_sampling(centred)
+    assert sampling.return_kept_tokens and sampling.cuts_tokens and sampling.num_top_log_probs == 16
 
 
 def test_an_answer_is_no_longer_than_the_context_allows() -> None:

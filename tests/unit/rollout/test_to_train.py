@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from miles.rollout.to_train import to_train_samples
@@ -44,3 +45,17 @@ def test_the_reward_key_picks_the_number_of_a_dict() -> None:
 def test_per_token_lists_that_do_not_fit_are_our_mistake() -> None:
     with pytest.raises(AssertionError, match="sample 9: rollout_log_probs has another length"):
         to_train_samples([[scored(rollout_log_probs=[-0.1])]])
+
+
+def test_all_numbers_of_a_dict_reward_go_along() -> None:
+    reward = {"score": 0.5, "format": 1, "why": "x"}
+    dicted = to_train_samples([[scored(reward=reward)]], reward_key="score")[0]
+    assert dicted.rewards == {"score": 0.5, "format": 1.0}
+    assert to_train_samples([[scored()]])[0].rewards is None
+
+
+def test_kept_sets_and_likely_tokens_go_along() -> None:
+    kept, likely = [np.array([3, 7]), np.array([4])], [np.array([3]), np.array([4])]
+    values = [np.array([-0.1]), np.array([-0.2])]
+    sample = to_train_samples([[scored(kept_token_ids=kept, top_token_ids=likely, top_log_probs=values)]])[0]
+    assert sample.kept_token_ids is kept and sample.top_token_ids is likely and sample.top_log_probs is values
