@@ -6,9 +6,11 @@ asserts and keep their traceback.
 
 
 class MilesError(Exception):
-    """Base of every error that is shown to a user as one sentence. `exit_code` is what the command ends with."""
+    """Base of every error that is shown to a user as one sentence. `exit_code` is what the command ends with;
+    `repairable` says that the same step may well succeed in a new worker."""
 
     exit_code = 1
+    repairable = False
 
 
 class ConfigError(MilesError):
@@ -44,6 +46,8 @@ class RewardError(MilesError):
 
 class EngineError(MilesError):
     """The rollout engine cannot serve a request or has failed."""
+
+    repairable = True
 
 
 class TrainError(MilesError):

@@ -419,6 +419,26 @@ class ProcessConfig:
     """Processes"""
 
     in_process: bool = flag(False, "run the worker in this process, for debugging and notebooks", resume=True)
+    use_fault_tolerance: bool = flag(
+        False, "start a worker again that died or hangs, from the last completed step", resume=True
+    )
+    max_restarts: int = flag(
+        3, "restarts without a newly finished step in between", unit="restarts", bounds=AT_LEAST_ONE, resume=True
+    )
+    restart_backoff: float = flag(
+        1.0,
+        "wait before the first restart; each further one in a row waits twice as long",
+        unit="s",
+        bounds=NOT_NEGATIVE,
+        resume=True,
+    )
+    restart_save_interval: int = flag(
+        1,
+        "with --use-fault-tolerance: rollouts between the checkpoints to restart from; only the latest is kept",
+        unit="rollouts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
     heartbeat_timeout: float = flag(
         5.0, "a worker that is silent for longer counts as hung", unit="s", bounds=ABOVE_ZERO, resume=True
     )

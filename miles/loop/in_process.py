@@ -52,4 +52,5 @@ def run_in_process(
             signal.signal(number, handler)
         stop_logging()
         monitor.close()
-    return report_end(exit_code, monitor.error[0] if monitor.error else "", received, resume_command=resume_command)
+    sentence = monitor.error.sentence if monitor.error is not None else ""
+    return report_end(exit_code, sentence, received, resume_command=resume_command)

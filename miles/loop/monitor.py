@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.sections import ProcessConfig
+from miles.loop.recover import End
 from miles.observe.display import Display
 from miles.observe.log import LogFile
 from miles.observe.watchdog import Watchdog, where
@@ -19,19 +20,25 @@ _MAX_ERROR_LENGTH = 300
 
 
 class Monitor:
-    """Belongs to one worker. A terminal that has gone away (closed window, ended pipe) does not end the run."""
+    """Follows one worker at a time. A terminal that has gone away (closed window, ended pipe) does not end the run."""
 
     def __init__(self, log_file: Path, process: ProcessConfig, *, display: Display) -> None:
         self.log = LogFile(log_file)
-        self.watchdog = Watchdog(
-            heartbeat_timeout_s=process.heartbeat_timeout,
-            phase_deadlines=process.phase_deadlines,
-            now=time.monotonic(),
-        )
-        self.error: tuple[str, int] | None = None  # what the worker said about its own end: sentence, exit code
-        self.last_error_line = ""
+        self._process = process
+        self.expect_worker()
         self._display: Display | None = display
         self._next_display = 0.0
+
+    def expect_worker(self) -> None:
+        """Forget the worker before; its log and display go on."""
+        self.watchdog = Watchdog(
+            heartbeat_timeout_s=self._process.heartbeat_timeout,
+            phase_deadlines=self._process.phase_deadlines,
+            now=time.monotonic(),
+        )
+        self.error: End | None = None  # what the worker said about its own end
+        self.last_error_line = ""
+        self.last_step = -1  # the last one that it finished
 
     @property
     def where(self) -> str:
@@ -52,10 +59,11 @@ class Monitor:
             self.watchdog.beat(message)
         elif message["kind"] == "step":
             step, metrics, num_steps = message["step"], message["metrics"], message["num_steps"]
+            self.last_step = step
             self.show(lambda display: display.step(step, metrics, num_steps=num_steps))
         else:
             assert message["kind"] == "error", f"unknown message {message}"
-            self.error = (message["message"], message["exit_code"])
+            self.error = End(message["exit_code"], message["message"], message["repairable"])
 
     def tick(self) -> str | None:
         """Let time pass; returns what is wrong with the worker, or None (see `Watchdog.tick`)."""

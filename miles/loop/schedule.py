@@ -16,6 +16,7 @@ class Schedule:
     steps_per_rollout: int
     eval_interval: int | None
     save_interval: int | None
+    restart_save_interval: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -26,6 +27,10 @@ class Schedule:
 
     def save_due(self, num_done: int) -> bool:
         return num_done == self.num_rollout or self._due(self.save_interval, num_done)
+
+    def restart_save_due(self, num_done: int) -> bool:
+        """Whether a checkpoint is due that only a repair needs."""
+        return self._due(self.restart_save_interval, num_done)
 
     def _due(self, interval: int | None, num_done: int) -> bool:
         return interval is not None and (num_done % interval == 0 or num_done == self.num_rollout)
@@ -43,4 +48,5 @@ def plan_schedule(config: RunConfig, *, num_prompts: int) -> Schedule:
         steps_per_rollout=samples_per_rollout(config) // config.batch.global_batch_size,
         eval_interval=config.eval.eval_interval,
         save_interval=config.run_dir.save_interval,
+        restart_save_interval=config.process.restart_save_interval if config.process.use_fault_tolerance else None,
     )

@@ -215,6 +215,8 @@ def save_if_due(run: Run) -> None:
     """Save when it is due or asked for, and say what has been saved meanwhile."""
     if run.take_save_request() or run.schedule.save_due(run.num_done):
         save(run)
+    elif run.schedule.restart_save_due(run.num_done):
+        save(run, temporary=True)
     note_saved(run, run.saver.finished())
 
 

@@ -7,7 +7,7 @@
 The worker leads a session of its own, so one signal to its process group reaches everything it started, and Ctrl+C
 reaches only the supervisor. Whatever happens, no process of that group is left. Imports no torch.
 
-Not covered: restarting a worker.
+With `--use-fault-tolerance` a worker that died or hung is followed by another, which goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -28,9 +29,11 @@ from miles.config.sections import ProcessConfig
 from miles.errors import WorkerError
 from miles.loop import guard
 from miles.loop.monitor import Monitor
+from miles.loop.recover import End, Restarts
 from miles.loop.run_folder import RunFolder
 from miles.observe.display import Display, make_display
 from miles.observe.log import get_logger, setup_logging, stop_logging
+from miles.observe.metrics import append_event
 
 TRAIN = "miles.loop.run.train"
 SAVE_SIGNAL = signal.SIGUSR2  # asks for a checkpoint after the step in progress
@@ -66,15 +69,42 @@ def supervise(
     previous = {number: signal.signal(number, _recorder(received)) for number in EXIT_CODES}
     previous[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, lambda *_: folder.save_request.touch())
     try:
-        with _Worker(folder, train, monitor) as worker:
-            outcome = _watch(worker, monitor, received)
-            exit_code, sentence = _conclude(outcome, worker, monitor, folder, stopping=bool(received))
+        end = _run_workers(folder, process, train, monitor, received)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         stop_logging()
         monitor.close()
-    return report_end(exit_code, sentence, received, resume_command=resume_command)
+    return report_end(end.exit_code, end.sentence, received, resume_command=resume_command)
+
+
+def _run_workers(folder: RunFolder, process: ProcessConfig, train: str, monitor: Monitor, received: list[int]) -> End:
+    """One worker after another until the run ends, is stopped or cannot be repaired."""
+    restarts = Restarts(process)
+    while True:
+        with _Worker(folder, train, monitor) as worker:
+            outcome = _watch(worker, monitor, received)
+            end = _conclude(outcome, worker, monitor, folder, stopping=bool(received))
+        wait_s = None if received else restarts.wait_s(end, last_step=monitor.last_step)
+        if wait_s is None:
+            break
+        message = f"{end.sentence}. Restart {restarts.num_in_a_row} of {process.max_restarts} in {wait_s:g} s"
+        logger.warning(message)
+        monitor.show(lambda display: display.line(message))  # noqa: B023
+        append_event(folder.path, "repair", step=monitor.last_step + 1, reason=end.sentence)
+        _sleep(wait_s, received)
+        if received:
+            return End(0)
+        monitor.expect_worker()
+    if restarts.num_in_a_row and end.exit_code:
+        return replace(end, sentence=f"{end.sentence}; gave up after {restarts.num_in_a_row} restarts in a row")
+    return end
+
+
+def _sleep(seconds: float, received: list[int]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not received:
+        time.sleep(min(_TICK_S, seconds))
 
 
 def report_end(exit_code: int, sentence: str, received: list[int], *, resume_command: str) -> int:
@@ -222,13 +252,11 @@ def _watch(worker: _Worker, monitor: Monitor, received: list[int]) -> str | None
     return None
 
 
-def _conclude(
-    outcome: str | None, worker: _Worker, monitor: Monitor, folder: RunFolder, *, stopping: bool
-) -> tuple[int, str]:
-    """End what is left of the worker; returns exit code and sentence."""
+def _conclude(outcome: str | None, worker: _Worker, monitor: Monitor, folder: RunFolder, *, stopping: bool) -> End:
+    """End what is left of the worker, and say how it ended."""
     if outcome == "killed":
         worker.end_group(terminate_s=0)
-        return 130, "ended at once by a second Ctrl+C; the last checkpoint is whole"
+        return End(130, "ended at once by a second Ctrl+C; the last checkpoint is whole")
     place = monitor.where
     if outcome is not None:
         worker.dump_stacks()
@@ -237,17 +265,16 @@ def _conclude(
     else:
         worker.end_group(terminate_s=_LEFTOVERS_S)
         if monitor.error is not None:
-            sentence, exit_code = monitor.error
-            logger.error(sentence)
-            return exit_code, sentence
+            logger.error(monitor.error.sentence)
+            return monitor.error
         # A worker that is asked to stop before it listens ends by the signal itself; it had nothing to save.
         if worker.process.returncode == 0 or (stopping and worker.process.returncode == -signal.SIGTERM):
-            return 0, ""
+            return End(0)
         sentence = f"the worker {_describe_exit(worker.process.returncode)} {monitor.where}"
     if monitor.last_error_line:
         sentence += f"; its last error was: {monitor.last_error_line}"
     logger.error(sentence)
-    return WorkerError.exit_code, f"{sentence}; log: {folder.log_file}"
+    return End(WorkerError.exit_code, f"{sentence}; log: {folder.log_file}", repairable=True)
 
 
 def _describe_exit(returncode: int) -> str:

@@ -69,13 +69,14 @@ def run_guarded(train: str, config: RunConfig, folder: RunFolder, context: Worke
     try:
         _load(train)(config, folder, context)
     except MilesError as error:
-        context.heartbeat.report_error(str(error), error.exit_code)
+        context.heartbeat.report_error(str(error), error.exit_code, repairable=error.repairable)
         return error.exit_code
     except Exception as error:
         logger.exception("the run failed %s", where(context.heartbeat.phase, context.heartbeat.step))
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         place = where(context.heartbeat.phase, context.heartbeat.step)
-        context.heartbeat.report_error(f"the worker failed {place}: {reason}; traceback in {folder.log_file}", 1)
+        sentence = f"the worker failed {place}: {reason}; traceback in {folder.log_file}"
+        context.heartbeat.report_error(sentence, 1, repairable=True)
         return 1
     return 0
 

@@ -6,7 +6,7 @@ they go straight to the display. Fields of `kind`:
 - `beat`: `phase`, `phase_count` (changes with each new phase), `progress_count` (changes with each sign of progress),
   `detail`, `step` (-1 before the first) and `num_steps` (None when unknown); every `BEAT_INTERVAL_S`
 - `step`: `step`, `num_steps`, `metrics`; once per finished step
-- `error`: `message` (one sentence), `exit_code`
+- `error`: `message` (one sentence), `exit_code`, `repairable` (whether a new worker may succeed)
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Heartbeat:
         """What a finished step gave, for the display."""
         self._transmit({"kind": "step", "step": step, "num_steps": num_steps, "metrics": dict(metrics)})
 
-    def report_error(self, message: str, exit_code: int) -> None:
+    def report_error(self, message: str, exit_code: int, *, repairable: bool = False) -> None:
         """Why the worker is about to end, as one sentence."""
-        self._transmit({"kind": "error", "message": message, "exit_code": exit_code})
+        self._transmit({"kind": "error", "message": message, "exit_code": exit_code, "repairable": repairable})
 
     def close(self) -> None:
         self._closed.set()

@@ -60,6 +60,15 @@ class MetricsWriter:
         self._events.close()
 
 
+def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
+    """Add an event to a run folder whose worker does not run."""
+    try:
+        with open(run_dir / "events.jsonl", "a", encoding="utf-8") as file:
+            _append(file, {"schema": EVENT_SCHEMA, "time": now(), "kind": kind, **fields})
+    except OSError as error:
+        raise StorageError(f"{run_dir}: cannot write the events of the run: {error.strerror}") from error
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file; a last line that was cut off by a crash is left out. Missing file: none. Raises
     `StorageError` when another line is damaged."""

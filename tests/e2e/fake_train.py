@@ -40,6 +40,35 @@ def killed(config, folder, context):
     os.kill(os.getpid(), 9)
 
 
+def dies_twice(config, folder, context):
+    _fail(folder, context, times=2, how=lambda: os.kill(os.getpid(), 9))
+
+
+def hangs_once(config, folder, context):
+    def hang():
+        while True:  # a signal ends a sleep
+            ctypes.PyDLL(None).sleep(600)
+
+    _fail(folder, context, times=1, how=hang)
+
+
+def fails_once(config, folder, context):
+    _fail(folder, context, times=1, how=lambda: 1 / 0)
+
+
+def _fail(folder, context, *, times, how):
+    """Finish steps 0 and 1; then fail in the first starts, else finish step 2."""
+    count = folder.path / "starts"
+    starts = int(count.read_text()) if count.exists() else 0
+    count.write_text(str(starts + 1))
+    for step in range(3):
+        context.heartbeat.set_step(step, num_steps=3)
+        if step == 2 and starts < times:
+            _begin(folder, context)
+            how()
+        context.heartbeat.report_step(step, {"train/loss": 0.5}, num_steps=3)
+
+
 def sleeps(config, folder, context):
     """Runs until it is stopped, then saves."""
     _begin(folder, context)

@@ -1,5 +1,5 @@
-"""`miles train --in-process` on the shipped tiny model in a fork of the test: no second import of torch, and the test can
-reach into the run."""
+"""`miles train --in-process` on the shipped tiny model in a fork of the test: no second import of torch, and the
+test can reach into the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`python supervise_fake.py FOLDER FUNCTION HEARTBEAT_TIMEOUT DEADLINES`: what `miles train` does, with a fake loop."""
+"""What `miles train` does, with a fake loop.
+
+python supervise_fake.py FOLDER FUNCTION HEARTBEAT_TIMEOUT DEADLINES [SETTINGS] [in-process]
+"""
 
 import json
 import sys
@@ -15,6 +18,8 @@ def main() -> int:
     runs_dir, function, timeout, deadlines, *in_process = sys.argv[1:]
     values = {"runs_dir": runs_dir, "run_name": "run", "heartbeat_timeout": float(timeout)}
     values |= {"phase_deadlines": json.loads(deadlines)}
+    if in_process and in_process[0].startswith("{"):
+        values |= json.loads(in_process.pop(0))
     config, _ = resolve(with_values(RunConfig(), values))
     folder = open_run_folder(config, command=sys.argv)
     train = f"tests.e2e.fake_train.{function}"

@@ -39,8 +39,9 @@ def test_a_named_sentinel(tmp_path):
 
 def test_asynchronous_saves_hold_what_synchronous_ones_do_and_the_last_are_kept(tmp_path):
     ends = {}
-    for name, settings in (("sync", {}), ("async", {"async_save": True})):
-        settings = sums(tmp_path, num_rollout=4, save_interval=1, save_keep_last=2, run_name=name, **settings)
+    for name in ("sync", "async"):
+        settings = sums(tmp_path, num_rollout=4, save_interval=1, save_keep_last=2, run_name=name)
+        settings |= {"async_save": True} if name == "async" else {}
         ends[name] = run_fork(tmp_path, settings)
         assert ends[name].code == 0, ends[name].text
         assert list(checkpoints(ends[name].folder / "checkpoints")) == [3, 4]

@@ -16,10 +16,11 @@ import pytest
 class Run:
     """A supervisor in a process of its own, as `miles train` is."""
 
-    def __init__(self, tmp_path, function, *, heartbeat_timeout=30.0, deadlines=None, in_process=False):
+    def __init__(self, tmp_path, function, *, heartbeat_timeout=30.0, deadlines=None, in_process=False, **settings):
         self.folder = tmp_path / "run"
         command = [sys.executable, "-m", "tests.e2e.supervise_fake", str(tmp_path), function]
-        command += [str(heartbeat_timeout), json.dumps(deadlines or {})] + ["in-process"] * in_process
+        command += [str(heartbeat_timeout), json.dumps(deadlines or {}), json.dumps(settings)]
+        command += ["in-process"] * in_process
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.pids: list[int] = []
 
@@ -205,6 +206,46 @@ def test_a_stopped_worker_is_a_hang(start):
     code, _, err = run.end()
     assert code == 1
     assert "silent" in err[0]
+    run.assert_nothing_is_left()
+
+
+REPAIR = {"use_fault_tolerance": True, "restart_backoff": 0.05}
+
+
+@pytest.mark.parametrize("function", ["dies_twice", "hangs_once", "fails_once"])
+def test_a_worker_that_dies_hangs_or_fails_is_started_again(start, function):
+    run = start(function, heartbeat_timeout=1.0, **REPAIR)
+    code, out, err = run.end()
+    assert (code, err) == (0, [])
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    num_failures = {"dies_twice": 2, "hangs_once": 1, "fails_once": 1}[function]
+    assert [event["kind"] for event in events] == ["repair"] * num_failures
+    assert all(event["step"] == 2 and event["reason"] for event in events)
+    assert f"Restart {num_failures} of 3 in " in out
+    run.assert_nothing_is_left()
+
+
+def test_restarts_are_bounded_and_counted_in_the_sentence(start):
+    run = start("killed", max_restarts=2, **REPAIR)
+    code, _, err = run.end()
+    assert code == 1
+    assert "was killed by SIGKILL" in err[0] and err[0].endswith("gave up after 2 restarts in a row")
+    assert err[-1] == "to resume: miles train --again"
+    run.assert_nothing_is_left()
+
+
+def test_a_users_mistake_is_not_repaired(start):
+    run = start("user_mistake", **REPAIR)
+    assert run.end()[0] == 2
+    assert not (run.folder / "events.jsonl").exists()
+
+
+def test_a_stop_while_a_restart_waits(start):
+    run = start("killed", use_fault_tolerance=True, restart_backoff=600.0)
+    wait_for((run.folder / "events.jsonl").exists)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert (code, err) == (143, ["miles: stopped by SIGTERM", "to resume: miles train --again"])
     run.assert_nothing_is_left()
 
 

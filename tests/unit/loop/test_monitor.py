@@ -2,6 +2,7 @@ import pytest
 
 from miles.config.sections import ProcessConfig
 from miles.loop.monitor import Monitor
+from miles.loop.recover import End
 
 
 class Screen:
@@ -61,11 +62,11 @@ def test_messages_reach_watchdog_display_and_conclusion(monitor, screen):
     beat = {"phase": "train", "phase_count": 1, "progress_count": 1, "detail": "2 of 4", "step": 3, "num_steps": 9}
     monitor.message({"kind": "beat", **beat})
     monitor.message({"kind": "step", "step": 3, "num_steps": 9, "metrics": {}})
-    monitor.message({"kind": "error", "message": "no more", "exit_code": 2})
+    monitor.message({"kind": "error", "message": "no more", "exit_code": 2, "repairable": False})
     assert monitor.where == "in phase train of step 3"
     assert monitor.tick() is None
     assert screen.shown == ["step 3 of 9", "train 2 of 4"]
-    assert monitor.error == ("no more", 2)
+    assert monitor.error == End(2, "no more")
 
 
 def test_a_terminal_that_is_gone_does_not_end_the_run(monitor, screen, tmp_path):

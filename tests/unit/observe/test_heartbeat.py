@@ -24,7 +24,7 @@ def test_phases_steps_and_progress_reach_the_other_side():
         "16 prompts",
     )
     assert messages[3] == {"kind": "step", "step": 0, "num_steps": 4, "metrics": {"train/loss": 0.5}}
-    assert messages[4] == {"kind": "error", "message": "no more", "exit_code": 2}
+    assert messages[4] == {"kind": "error", "message": "no more", "exit_code": 2, "repairable": False}
     beat = messages[5]
     assert beat["detail"] == "3 of 16"
     assert beat["progress_count"] > generate["progress_count"]
