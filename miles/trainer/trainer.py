@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from miles.config.sections import BatchConfig, RunConfig
-from miles.errors import CheckpointError
+from miles.errors import CheckpointError, TrainError
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
 from miles.observe.log import get_logger
 from miles.observe.timers import Timers
-from miles.trainer.batch import MicroBatch, TokenBatch, micro_batches, token_batch
+from miles.trainer.batch import MicroBatch, TokenBatch, micro_batches, name_samples, token_batch
 from miles.trainer.checks import check_rollout, rescore_in_another_packing
 from miles.trainer.corrections import correction_in_use
 from miles.trainer.critic import Critic
@@ -92,17 +92,13 @@ class LocalTrainer:
         for sample in samples:
             newest = max(sample.weight_versions or [weight_version])
             assert newest <= weight_version, f"sample {sample.index} has weight version {newest}, now {weight_version}"
+        self._check_kept_sets(samples)
         with self._timers.span("data_preprocess"):
             batch = token_batch(canonical_order(samples), self.device)
             advantages_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
             age = self._note_age(samples, weight_version)
-        checked: dict[str, float] = {}
-        if not self._is_checked:
-            checked = rescore_in_another_packing(
-                self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens
-            )
-            self._is_checked = True
+        checked = self._check_packing(batch)
         judged = Judged()
         if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
             packed = self._pack(batch, range(len(batch.samples)), learns=False)
@@ -117,8 +113,7 @@ class LocalTrainer:
             self.num_steps += 1
             records.append(record)
             step_scores.append(values)
-        if self.num_steps == len(steps):  # a resumed run checks again but reports what it would have without the stop
-            records[0] |= checked
+        records[0] |= checked
         if self.config.checks.ci_test and not self.config.checks.ci_disable_kl_checker and "train/ppo_kl" in records[0]:
             check_rollout(records[0], detached=inputs.old_log_probs_R is None, dtype=self.model.head_weight.dtype)
         scores = {name: torch.cat([values[name] for values in step_scores]) for name in ("log_probs", "entropy")}
@@ -186,6 +181,28 @@ class LocalTrainer:
         if not self.is_policy:
             return torch.zeros(len(batch.samples), dtype=torch.float64)
         return sample_advantages(batch.samples, self.config)
+
+    def _check_packing(self, batch: TokenBatch) -> dict[str, float]:
+        """Once in a process. A resumed run reports only what it would have reported without the stop."""
+        if self._is_checked:
+            return {}
+        self._is_checked = True
+        found = rescore_in_another_packing(
+            self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens
+        )
+        return found if self.num_steps == 0 else {}
+
+    def _check_kept_sets(self, samples: Sequence[TrainSample]) -> None:
+        rollout = self.config.rollout
+        cuts = rollout.rollout_top_k > 0 or rollout.rollout_top_p < 1.0 or rollout.rollout_min_p > 0.0
+        if not cuts or not self.is_policy:
+            return
+        lacking = [sample.index for sample in samples if sample.kept_token_ids is None and any(sample.loss_mask)]
+        if lacking:
+            raise TrainError(
+                f"with top-k, top-p or min-p the engine returned no kept sets for samples {name_samples(lacking)}; "
+                "scored over all tokens every ratio would be wrong. Use an engine that returns them, or no cut"
+            )
 
     def _note_age(self, samples: Sequence[TrainSample], weight_version: int) -> int:
         """Versions between the oldest token and the weights. When that grows, say what is done and what is advised."""

@@ -134,3 +134,10 @@ def test_field_note_18_a_cut_without_replay_is_stopped_by_the_gap(make_config) -
     samples = [dataclasses.replace(sample, kept_token_ids=None) for sample in write({"top_k": 2})]
     with pytest.raises(TrainError, match="trainer and engine differ by"):
         train(make_config, samples, {}, max_logprob_gap=0.5)
+
+
+def test_an_engine_that_returns_no_kept_sets_is_refused(make_config) -> None:
+    samples = write({"top_k": 6}, num=4)
+    samples[2].kept_token_ids = None
+    with pytest.raises(TrainError, match="no kept sets for samples 2; "):
+        train(make_config, samples, {}, rollout_top_k=6)
