@@ -128,21 +128,21 @@ def test_repeats_and_order_of_arrival_change_no_bit(make_trainer, make_rollout, 
     assert all(torch.equal(outcomes[0][2][key], outcomes[1][2][key]) for key in outcomes[0][2])
 
 
-def bandit(trainer: LocalTrainer, *, steps: int, wanted: int = 3, seed: int = 0) -> float:
-    """One-token answers, reward 1 for one token: the probability of that token in the end."""
-    prompt, generator = [1, 2], torch.Generator().manual_seed(seed)
+def bandit(trainer: LocalTrainer, *, steps: int, wanted: int = 3, seed: int = 0, age: int = 0) -> float:
+    """One-token answers by weights of `age` steps ago, reward 1 for one token: its probability in the end."""
+    prompt, generator, history = [1, 2], torch.Generator().manual_seed(seed), []
     for rollout_id in range(steps):
         with torch.no_grad():
             hidden_TD = trainer.model(torch.tensor(prompt), packed_context([len(prompt)], device="cpu"))
             probs_V = torch.softmax(hidden_TD[-1] @ trainer.model.head_weight.T, -1)
-        tokens = torch.multinomial(probs_V, 64, replacement=True, generator=generator).tolist()
+        history.append(probs_V)
+        version = max(rollout_id - age, 0)
+        tokens = torch.multinomial(history[version], 64, replacement=True, generator=generator).tolist()
         samples = []
         for i, token in enumerate(tokens):
             reward = float(token == wanted)
-            log_probs = [probs_V[token].log().item()]
-            samples.append(
-                TrainSample([*prompt, token], 1, [1], reward, reward, i // 16, i, log_probs, [rollout_id])
-            )
+            log_probs = [history[version][token].log().item()]
+            samples.append(TrainSample([*prompt, token], 1, [1], reward, reward, i // 16, i, log_probs, [version]))
         trainer.train(samples, rollout_id=rollout_id, weight_version=rollout_id)
     return probs_V[wanted].item()
 
@@ -154,6 +154,15 @@ LEARNING = ["grpo", "gspo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus", 
 def test_a_rewarded_token_becomes_likely(make_trainer, name: str) -> None:
     flags = {**SETTINGS[name], "kl_coef": 0.0, "rollout_max_response_len": 1}
     assert bandit(make_trainer(lr=3e-3, total_steps=30, **flags), steps=30) > 0.8
+
+
+STALE = ["auto", "sequence_tis", "icepop", "masked_is", "sequence_masked_is", "decoupled"]
+
+
+@pytest.mark.parametrize("correction", STALE)
+def test_answers_of_older_weights_still_teach(make_trainer, correction: str) -> None:
+    trainer = make_trainer(lr=3e-3, total_steps=50, off_policy_correction=correction)
+    assert bandit(trainer, steps=50, age=4) > 0.8
 
 
 def test_ppo_takes_its_advantages_from_the_critic(make_trainer, make_samples) -> None:
