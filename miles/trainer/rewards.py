@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from miles.config.sections import RunConfig
@@ -21,14 +23,18 @@ def shaped_rewards(samples: Sequence[TrainSample], config: RunConfig) -> list[fl
     return [s.reward + factor * overlong_penalty(s.response_length, max_length=longest, buffer=buffer) for s in samples]
 
 
-def sample_advantages(samples: Sequence[TrainSample], config: RunConfig) -> Tensor:
-    """The advantage of each sample, float64. Raises `TrainError` when a field of `--reward-keys` is missing."""
+def sample_advantages(samples: Sequence[TrainSample], config: RunConfig) -> tuple[Tensor, Tensor]:
+    """The advantage of each sample, float64, and whether it has a reward at all. Raises `TrainError` when a field of
+    `--reward-keys` is missing."""
     group_ids = [sample.group_index for sample in samples]
-    keys = config.reward.reward_keys
-    if not keys:
-        return advantages(shaped_rewards(samples, config), group_ids, config.algorithm)
-    by_key = {key: [_field(sample, key) for sample in samples] for key in keys}
-    return summed_advantages(by_key, group_ids, config.algorithm)
+    by_key = {key: [_field(sample, key) for sample in samples] for key in config.reward.reward_keys}
+    if by_key:
+        advantages_S = summed_advantages(by_key, group_ids, config.algorithm)
+    else:
+        by_key = {"reward": shaped_rewards(samples, config)}
+        advantages_S = advantages(by_key["reward"], group_ids, config.algorithm)
+    scored = [all(map(math.isfinite, rewards)) for rewards in zip(*by_key.values(), strict=True)]
+    return advantages_S, torch.tensor(scored, dtype=torch.bool)
 
 
 def _field(sample: TrainSample, key: str) -> float:

@@ -77,12 +77,24 @@ def whiten(values_R: Tensor) -> Tensor:
     return (values_R - values_R.mean()) * (values_R.var() + WHITEN_EPS).rsqrt()
 
 
-def token_signal(advantages_S: Tensor, lengths_S: Tensor, judged: Judgements, config: AlgorithmConfig) -> Signal:
+def token_signal(
+    advantages_S: Tensor,
+    lengths_S: Tensor,
+    judged: Judgements,
+    config: AlgorithmConfig,
+    *,
+    scored_S: Tensor | None = None,
+) -> Signal:
     """Advantage and return of each token. `advantages_S` come from `advantages.py`.
 
-    The KL penalty (`--kl-coef`) and the distance to the teacher (`--use-opd`) count before whitening.
+    The KL penalty (`--kl-coef`) and the distance to the teacher (`--use-opd`) count before whitening. An answer without
+    a reward (False in `scored_S`) teaches nothing: it is left out of the whitening, its advantages are 0 and its
+    returns what the critic expects.
     """
     advantages_S = advantages_S.to(lengths_S.device)
+    if scored_S is None:
+        scored_S = torch.ones_like(advantages_S, dtype=torch.bool)
+    scored_R = scored_S.to(lengths_S.device).repeat_interleave(lengths_S)
     if lengths_S.sum() == 0:
         nothing_R = torch.zeros(0, device=lengths_S.device)
         return Signal(nothing_R, nothing_R)
@@ -106,5 +118,7 @@ def token_signal(advantages_S: Tensor, lengths_S: Tensor, judged: Judgements, co
         reverse_kl_R = judged.policy_R.double() - judged.teacher_R.double()
         advantages_R = advantages_R - config.opd_kl_coef * reverse_kl_R
     if config.normalize_advantages:
-        advantages_R = whiten(advantages_R)
-    return Signal(advantages_R.float(), returns_R.float())
+        advantages_R = advantages_R.masked_scatter(scored_R, whiten(advantages_R[scored_R]))
+    expected_R = torch.zeros_like(returns_R) if judged.values_R is None else judged.values_R.double()
+    advantages_R = advantages_R.where(scored_R, 0.0)
+    return Signal(advantages_R.float(), returns_R.where(scored_R, expected_R).float())

@@ -95,7 +95,7 @@ class LocalTrainer:
         self._check_kept_sets(samples)
         with self._timers.span("data_preprocess"):
             batch = token_batch(canonical_order(samples), self.device)
-            advantages_S = self._advantages(batch)
+            advantages_S, scored_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
             age = self._note_age(samples, weight_version)
         checked = self._check_packing(batch)
@@ -103,7 +103,7 @@ class LocalTrainer:
         if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
             packed = self._pack(batch, range(len(batch.samples)), learns=False)
             judged = self._judge.judge(packed, self._timers, num_steps=len(steps))
-        inputs = self._inputs(batch, advantages_S, judged, num_steps=len(steps), age=age)
+        inputs = self._inputs(batch, advantages_S, scored_S, judged, num_steps=len(steps), age=age)
         updates_policy = self.critic is None or rollout_id >= self.config.critic.num_critic_only_steps
         records: list[dict[str, float]] = []
         step_scores: list[dict[str, Tensor]] = []
@@ -177,9 +177,10 @@ class LocalTrainer:
         critic = {} if self.critic is None else self.critic.live_tensors()
         return {"model": to_hf(spec, masters), "optimizer": moments, **critic}
 
-    def _advantages(self, batch: TokenBatch) -> Tensor:
+    def _advantages(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         if not self.is_policy:
-            return torch.zeros(len(batch.samples), dtype=torch.float64)
+            num_samples = len(batch.samples)
+            return torch.zeros(num_samples, dtype=torch.float64), torch.ones(num_samples, dtype=torch.bool)
         return sample_advantages(batch.samples, self.config)
 
     def _check_packing(self, batch: TokenBatch) -> dict[str, float]:
@@ -223,12 +224,19 @@ class LocalTrainer:
         return age
 
     def _inputs(
-        self, batch: TokenBatch, advantages_S: Tensor, judged: Judged, *, num_steps: int, age: int
+        self,
+        batch: TokenBatch,
+        advantages_S: Tensor,
+        scored_S: Tensor,
+        judged: Judged,
+        *,
+        num_steps: int,
+        age: int,
     ) -> TokenInputs:
         algorithm, rollout_R = self.config.algorithm, batch.rollout_log_probs_R
         if not self.is_policy:
             return TokenInputs(batch.spread(advantages_S).float())
-        signal = token_signal(advantages_S, batch.lengths_S, judged.tokens, algorithm)
+        signal = token_signal(advantages_S, batch.lengths_S, judged.tokens, algorithm, scored_S=scored_S)
         old_R = judged.tokens.policy_R if num_steps > 1 else None
         if algorithm.use_rollout_logprobs:
             assert rollout_R is not None, "--use-rollout-logprobs: the samples carry no log-probs"

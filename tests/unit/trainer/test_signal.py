@@ -127,3 +127,25 @@ def test_ppo_needs_its_critic_and_gives_returns_for_it() -> None:
             expected += plain_gae([0.0] * (len(values) - 1) + [reward], values, 0.95, 0.8)
     assert signal.advantages_R.tolist() == pytest.approx(expected, abs=1e-6)
     torch.testing.assert_close(signal.returns_R, signal.advantages_R + values_R.float())
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo"])
+def test_field_note_14_an_answer_without_a_reward_teaches_nothing_after_whitening_either(estimator: str) -> None:
+    config = AlgorithmConfig(advantage_estimator=estimator, normalize_advantages=True)
+    scored_S = torch.tensor([True, False, True])
+    lengths_S = torch.tensor([2, 4, 3])
+    signal = token_signal(torch.tensor([1.0, 0.0, -0.5]), lengths_S, Judgements(), config, scored_S=scored_S)
+    alone = token_signal(torch.tensor([1.0, -0.5]), torch.tensor([2, 3]), Judgements(), config)
+    assert signal.advantages_R[2:6].tolist() == [0.0] * 4
+    assert signal.advantages_R[[0, 1, 6, 7, 8]].tolist() == alone.advantages_R.tolist()
+
+
+def test_the_critic_learns_nothing_from_an_answer_without_a_reward() -> None:
+    values_R = torch.tensor([0.5, 0.25, -0.5])
+    config = AlgorithmConfig(advantage_estimator="ppo")
+    scored_S = torch.tensor([True, False])
+    signal = token_signal(
+        torch.tensor([1.0, 0.0]), torch.tensor([1, 2]), Judgements(values_R=values_R), config, scored_S=scored_S
+    )
+    assert signal.returns_R.tolist() == [1.0, 0.25, -0.5]
+    assert signal.advantages_R.tolist() == [0.5, 0.0, 0.0]
