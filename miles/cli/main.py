@@ -18,6 +18,7 @@ from miles.errors import ConfigError, MilesError
 COMMANDS = {
     "quickstart": "train a tiny model on this machine in under three minutes, and show what it learned",
     "train": "train a model with reinforcement learning, or on given answers",
+    "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
     "models": "list and fetch models that Miles can turn into a Hugging Face folder",
     "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
 }

@@ -27,9 +27,7 @@ def rollout_perf(groups: Sequence[Sequence[Sample]], *, seconds: float) -> dict[
     }
 
 
-def trainer_perf(
-    groups: Sequence[Sequence[Sample]], *, seconds: dict[str, float], spec: ModelSpec
-) -> dict[str, float]:
+def trainer_perf(groups: Sequence[Sequence[Sample]], *, seconds: dict[str, float], spec: ModelSpec) -> dict[str, float]:
     """Seconds of every phase since the last step, and speed of scoring and training in executed FLOPs."""
     samples = [sample for group in groups for sample in group]
     lengths = [len(sample.tokens) for sample in samples]

@@ -28,6 +28,7 @@ SCHEMA = pyarrow.schema(
         ("loss_mask", pyarrow.list_(pyarrow.int8())),
         ("rollout_log_probs", pyarrow.list_(pyarrow.float32())),
         ("weight_versions", pyarrow.list_(pyarrow.int32())),
+        ("metadata", pyarrow.string()),  # JSON
     ]
 )
 
@@ -66,6 +67,7 @@ def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
         "loss_mask": sample.loss_mask,
         "rollout_log_probs": sample.rollout_log_probs,
         "weight_versions": sample.weight_versions,
+        "metadata": _text(sample.metadata),
     }
 
 

@@ -147,9 +147,7 @@ def _chunks(num_tokens: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
 
 
-def _log_softmax(
-    hidden_TD: Tensor, head_VD: Tensor, temperature: float, chunk: slice, kept: KeptIds | None
-) -> Tensor:
+def _log_softmax(hidden_TD: Tensor, head_VD: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
     # Float64 stays as it is: this is how the gradient is proven against finite differences.
     project = linear if hidden_TD.dtype == torch.float64 else project_float32
     logits_CV = project(hidden_TD[chunk], head_VD)

@@ -11,7 +11,7 @@ from miles.errors import ConfigError, RewardError
 from miles.observe.log import get_logger
 from miles.rollout.custom_reward import CustomReward, Scored
 from miles.rollout.reward_errors import ErrorWatch
-from miles.rollout.rm_hub.builtin import BuiltinReward
+from miles.rollout.rm_hub.builtin import BuiltinReward, number_of
 from miles.rollout.rm_hub.grader import Pools, Tools
 from miles.rollout.rm_hub.pool import DIED, TIMEOUT
 from miles.rollout.signals import WATCH, RewardSignals, show_samples
@@ -103,9 +103,9 @@ class RewardRunner:
         """
         self._errors.num_answers += len(samples)
         if self._watching is None:
-            scored = await self._score(samples)
+            scored = await self.grade(samples)
         else:
-            scored, watched = await asyncio.gather(self._score(samples), self._score_builtin(samples, watching=True))
+            scored, watched = await asyncio.gather(self.grade(samples), self._score_builtin(samples, watching=True))
             for sample, reward in zip(samples, watched, strict=True):
                 sample.metadata[WATCH] = self._number(reward)
         for sample, reward in zip(samples, scored, strict=True):
@@ -114,7 +114,8 @@ class RewardRunner:
             else:
                 sample.reward = reward
 
-    async def _score(self, samples: list[Sample]) -> Sequence[Scored]:
+    async def grade(self, samples: list[Sample]) -> Sequence[Scored]:
+        """The reward of each sample, or why it has none; nothing is set or counted."""
         if self._custom is not None:
             return await self._custom.score(samples)
         return await self._score_builtin(samples)
@@ -130,11 +131,26 @@ class RewardRunner:
         except RewardError as error:
             return error
 
+    def builtin_for(self, metadata: dict[str, Any]) -> BuiltinReward:
+        """The built-in reward of a row."""
+        assert self._custom is None, "there is a custom reward instead"
+        return self._of(metadata)
+
+    def find(self, sample: Sample) -> str | None:
+        """The answer that is read in a response; None when there is none. A custom reward sees the whole response."""
+        return sample.response if self._custom is not None else self._of(sample.metadata).find(sample.response)
+
+    async def disconnect(self) -> None:
+        """Close connections of this event loop."""
+        for reward in self._builtin.values():
+            for term in reward.terms:
+                await term.grader.close()
+
     def _number(self, reward: Scored) -> float | None:
         """What a watching reward says; None when it could not grade, which never stops a run."""
         if isinstance(reward, RewardError):
             return None
-        return reward["score"] if isinstance(reward, dict) else reward
+        return number_of(reward)
 
     def _fail(self, sample: Sample, error: RewardError) -> None:
         if self._settings.rm_on_error == "raise":

@@ -58,9 +58,7 @@ def _load_loss(path: str, config: RunConfig) -> LossFunction:
     check_signature(function, "args", "log_probs", "entropy", "inputs", path=path, flag=LOSS_FLAG)
     args = Args(config)
 
-    def loss(
-        log_probs_R: Tensor, entropy_R: Tensor, inputs: TokenInputs, _: AlgorithmConfig
-    ) -> dict[str, Tensor]:
+    def loss(log_probs_R: Tensor, entropy_R: Tensor, inputs: TokenInputs, _: AlgorithmConfig) -> dict[str, Tensor]:
         returned = function(args, log_probs_R, entropy_R, inputs)
         values = dict(returned) if isinstance(returned, dict) else {"loss": returned}
         for name, value_R in values.items():

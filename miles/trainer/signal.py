@@ -61,9 +61,7 @@ def next_of_answer(values_R: Tensor, lengths_S: Tensor) -> Tensor:
     return shifted_R
 
 
-def gae(
-    rewards_R: Tensor, values_R: Tensor, lengths_S: Tensor, *, gamma: float, lambd: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards_R: Tensor, values_R: Tensor, lengths_S: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns, arXiv 1506.02438. After the last token nothing is worth anything, in cut answers too."""
     deltas_R = rewards_R + gamma * next_of_answer(values_R, lengths_S) - values_R
     advantages_R = scan_back(deltas_R, lengths_S, gamma * lambd)

@@ -12,7 +12,7 @@ from miles.errors import ConfigError
 from miles.rollout.reward_value import checked_reward
 from miles.rollout.rm_hub.choice_reward import ChoiceGrader
 from miles.rollout.rm_hub.code_reward import CodeGrader
-from miles.rollout.rm_hub.grader import SCORE, Boxed, Grader, MakeGrader, Reward, Tools
+from miles.rollout.rm_hub.grader import SCORE, Boxed, Grader, MakeGrader, Reward, Tools, unboxed
 from miles.rollout.rm_hub.math_reward import DapoGrader, DeepscalerGrader, GemmaMathGrader, Gsm8kGrader, MathGrader
 from miles.rollout.rm_hub.pattern_reward import JsonSchemaGrader, RegexGrader
 from miles.rollout.rm_hub.random_reward import DeterministicRandomGrader, RandomGrader
@@ -86,6 +86,25 @@ class BuiltinReward:
         problems = (term.grader.label_problem(label, metadata) for term in self.terms)
         return next((problem for problem in problems if problem is not None), None)
 
+    @property
+    def full(self) -> float:
+        """What a right answer gets."""
+        return sum(term.weight for term in self.terms if term.weight > 0)
+
+    def right_answer(self, label: Any, metadata: dict[str, Any]) -> str | None:
+        """An answer that must get `full`; None when the label does not tell."""
+        return self._checkable.right_answer(label, metadata)
+
+    def write(self, answer: str) -> str:
+        """A response with this answer."""
+        return self._checkable.write(answer)
+
+    @property
+    def _checkable(self) -> Grader:
+        """The first part that knows right answers."""
+        knowing = [t.grader for t in self.terms if type(unboxed(t.grader)).right_answer is not Grader.right_answer]
+        return (knowing or [self.terms[0].grader])[0]
+
     async def score(self, sample: Sample) -> Reward:
         """The reward of a sample. Raises `RewardError` when it could not be graded."""
         if self._is_sum:
@@ -109,6 +128,11 @@ class BuiltinReward:
         if self._tools.config.reward.reward_key is None:
             return total
         return {SCORE: total, **{term.name: part for term, part in zip(self.terms, parts, strict=True)}}
+
+
+def number_of(reward: Reward) -> float:
+    """A reward without its other fields."""
+    return reward[SCORE] if isinstance(reward, dict) else reward
 
 
 async def _score(grader: Grader, sample: Sample) -> Reward:

@@ -1,6 +1,6 @@
-"""A small process that forks grading workers on request: `python -m miles.rollout.rm_hub.fork_server FD MODULE`.
+"""A small process that forks grading workers on request: `python -m miles.rollout.rm_hub.fork_server FD MODULE TASKS`.
 
-It imports MODULE (slow) once and forks (fast), so a worker that had to be killed is back in milliseconds. It is a
+It imports MODULE and runs the warm-up TASKS (JSON) once, which is slow, and forks, which is fast, so a worker that had to be killed is back in milliseconds. It is a
 program of its own, started by `pool.py`: a fork of the training process would copy its threads' locks and its memory.
 Each request is one byte with the descriptor of the new worker's pipe; the reply is the worker's process id. When the
 pipe to its owner closes, all workers are killed and it ends.
@@ -9,6 +9,7 @@ pipe to its owner closes, all workers are killed and it ends.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import resource
 import signal
@@ -67,7 +68,10 @@ def work(pipe: Connection, run: Callable[[Any], Any]) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole process group; the owner decides
     control = socket.socket(fileno=int(sys.argv[1]))
-    serve(control, importlib.import_module(sys.argv[2]).run)
+    run = importlib.import_module(sys.argv[2]).run
+    for task in json.loads(sys.argv[3]):
+        run(task)
+    serve(control, run)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from miles.types import Sample
 
 Reward = float | dict[str, Any]
 SCORE = "score"  # the field of a dict reward that is the reward
+SYMBOLIC = "miles.rollout.rm_hub.math_symbolic"
+_WARM_UP = {SYMBOLIC: [("grade", "2x+4y=3", r"x+2y=\frac{3}{2}"), ("grade", r"\sqrt{8}", r"2\sqrt{2}")]}
 
 
 class Pools:
@@ -30,7 +32,9 @@ class Pools:
     def get(self, module: str, *, timeout_s: float) -> WorkerPool:
         with self._lock:
             if module not in self._pools:
-                self._pools[module] = WorkerPool(module, num_workers=self._num_workers, timeout_s=timeout_s)
+                self._pools[module] = WorkerPool(
+                    module, num_workers=self._num_workers, timeout_s=timeout_s, warm_up=_WARM_UP.get(module, ())
+                )
                 self._pools[module].start()
             return self._pools[module]
 
@@ -116,7 +120,7 @@ class Boxed(Grader):
 
     def __init__(self, inner: Grader) -> None:
         super().__init__(inner.tools)
-        self._inner = inner
+        self.inner = inner
         self.missing = inner.missing  # type: ignore[misc]
         self.fields = inner.fields  # type: ignore[misc]
         self.start, self.probe, self.close = inner.start, inner.probe, inner.close  # type: ignore[method-assign]
@@ -124,10 +128,14 @@ class Boxed(Grader):
         self.right_answer = inner.right_answer  # type: ignore[method-assign]
 
     def find(self, response: str) -> str | None:
-        return extract_boxed(response) or ("" if self._inner.grades_empty else None)
+        return extract_boxed(response) or ("" if self.inner.grades_empty else None)
 
     def write(self, answer: str) -> str:
         return rf"\boxed{{{answer}}}"
+
+
+def unboxed(grader: Grader) -> Grader:
+    return grader.inner if isinstance(grader, Boxed) else grader
 
 
 def after_thinking(response: str) -> str | None:

@@ -6,12 +6,11 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from miles.rollout.rm_hub.grader import Grader, Reward, after_thinking
+from miles.rollout.rm_hub.grader import SYMBOLIC, Grader, Reward, after_thinking
 from miles.rollout.rm_hub.math_answer import extract_answer, extract_boxed, extract_label
 from miles.rollout.rm_hub.math_grade import grade_exactly, label_problem, needs_symbolic
 from miles.types import Sample
 
-SYMBOLIC = "miles.rollout.rm_hub.math_symbolic"
 _PLAIN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 

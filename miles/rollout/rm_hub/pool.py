@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -21,6 +23,7 @@ from miles.rollout.rm_hub.fork_server import DONE, READY
 TIMEOUT = "timeout"
 DIED = "died"
 RAISED = "raised"
+FORK_SERVER = "miles.rollout.rm_hub.fork_server"
 MAX_START_S = 120.0  # imports on a busy machine
 
 
@@ -45,11 +48,15 @@ class _Worker:
 class WorkerPool:
     """Runs `MODULE.run(task)` in worker processes. A thread of this process hands out tasks and watches deadlines.
 
-    Tasks can be submitted from any thread. A deadline counts from the moment a ready worker gets the task.
+    Tasks can be submitted from any thread. A deadline counts from the moment a ready worker gets the task; `warm_up`
+    tasks are done before there are workers, so that no worker's first task pays for tables that are built once.
     """
 
-    def __init__(self, module: str, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, module: str, *, num_workers: int, timeout_s: float, warm_up: Sequence[tuple[str, ...]] = ()
+    ) -> None:
         self._module = module
+        self._warm_up = json.dumps(warm_up)
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._tasks: deque[tuple[Any, Future[Outcome]]] = deque()
@@ -66,7 +73,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         self._control = ours
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "miles.rollout.rm_hub.fork_server", str(theirs.fileno()), self._module],
+            [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), self._module, self._warm_up],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
