@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from miles.rollout.rm_hub.grader import Grader, Reward, after_thinking
-from miles.rollout.rm_hub.math_answer import extract_boxed
+from miles.rollout.rm_hub.grader import Grader, Reward
+from miles.rollout.rm_hub.math_answer import after_thinking, extract_boxed
 from miles.types import Sample
 
 LETTERS = "ABCDEFGHIJ"
@@ -103,5 +103,5 @@ def _whole_letter(text: str) -> str | None:
 
 
 def _is_article(match: re.Match[str]) -> bool:
-    """`the answer is a proton`: a small letter without brackets that a word follows."""
-    return match[1] in ("a", "i") and re.match(r"\s+[a-z]", match.string[match.end() :]) is not None
+    """`the answer is a proton`, `the answer is I think`: no brackets, and a word follows."""
+    return match[1] in ("a", "i", "I") and re.match(r"\s+[a-z]", match.string[match.end() :]) is not None

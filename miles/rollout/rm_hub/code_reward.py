@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from miles.errors import RewardError
-from miles.rollout.rm_hub.grader import Grader, Reward, after_thinking
+from miles.rollout.rm_hub.grader import Grader, Reward
+from miles.rollout.rm_hub.math_answer import after_thinking
 from miles.rollout.rm_hub.pattern_reward import fenced_blocks
 from miles.types import Sample
 

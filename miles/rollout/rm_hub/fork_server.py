@@ -1,7 +1,8 @@
 """A small process that forks grading workers on request: `python -m miles.rollout.rm_hub.fork_server FD MODULE TASKS`.
 
-It imports MODULE and runs the warm-up TASKS (JSON) once, which is slow, and forks, which is fast, so a worker that had to be killed is back in milliseconds. It is a
-program of its own, started by `pool.py`: a fork of the training process would copy its threads' locks and its memory.
+It imports MODULE and runs the warm-up TASKS (JSON) once, which is slow, and forks, which is fast, so a worker that had
+to be killed is back in milliseconds. It is a program of its own, started by `pool.py`: a fork of the training process
+would copy its threads' locks and its memory.
 Each request is one byte with the descriptor of the new worker's pipe; the reply is the worker's process id. When the
 pipe to its owner closes, all workers are killed and it ends.
 """

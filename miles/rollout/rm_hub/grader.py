@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from miles.config.sections import RunConfig
 from miles.rollout.reward_errors import ErrorWatch
-from miles.rollout.rm_hub.math_answer import extract_boxed
+from miles.rollout.rm_hub.math_answer import after_thinking, extract_boxed
 from miles.rollout.rm_hub.pool import RAISED, WorkerPool
 from miles.types import Sample
 
 Reward = float | dict[str, Any]
 SCORE = "score"  # the field of a dict reward that is the reward
 SYMBOLIC = "miles.rollout.rm_hub.math_symbolic"
-_WARM_UP = {SYMBOLIC: [("grade", "2x+4y=3", r"x+2y=\frac{3}{2}"), ("grade", r"\sqrt{8}", r"2\sqrt{2}")]}
+_WARM_UP = {SYMBOLIC: [("grade", "2x+4y=3", r"x+2y=\frac{3}{2}"), ("grade", "x^2+2x+1", "(x+1)^2")]}
 
 
 class Pools:
@@ -136,12 +136,6 @@ class Boxed(Grader):
 
 def unboxed(grader: Grader) -> Grader:
     return grader.inner if isinstance(grader, Boxed) else grader
-
-
-def after_thinking(response: str) -> str | None:
-    """The text after the last `</think>`; None when the response ended while it was thinking."""
-    before, _, text = response.rpartition("</think>")
-    return None if not before and "<think>" in text else text.strip()
 
 
 MakeGrader = Callable[[Tools], Grader]

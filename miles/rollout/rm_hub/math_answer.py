@@ -8,18 +8,21 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\(?:boxed|fbox)(?![a-zA-Z])")
 MAX_ANSWER_CHARS = 512  # real answers are shorter; reading longer ones only costs time
 
 
+def after_thinking(response: str) -> str | None:
+    """The text after the last `</think>`; None when the response ended while it was thinking."""
+    text = response.rpartition("</think>")[2]
+    return None if "<think>" in text else text.strip()
+
+
 def extract_answer(response: str) -> str | None:
     """The final answer of a response: after the thinking part, the content of the last box, else the line after the
     last `####`. None when there is none, or when the last box is empty or never closed."""
-    before, _, answer_part = response.rpartition("</think>")
-    if not before and "<think>" in answer_part:
-        return None  # still thinking when it ended
-    return _find(answer_part)
+    return _find(after_thinking(response) or "")
 
 
 def extract_boxed(response: str) -> str:
     """Content of the last box after the thinking part; empty when there is none."""
-    text = response.rpartition("</think>")[2]
+    text = after_thinking(response) or ""
     boxes = list(_BOX.finditer(text))
     return (_box_content(text, boxes[-1].end()) or "") if boxes else ""
 

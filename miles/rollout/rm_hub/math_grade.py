@@ -76,6 +76,8 @@ def leaf_equal(label: Quantity, answer: Quantity) -> bool | None:
     """Compare single values. Numbers must be exactly equal; a unit may be left out but not be another one."""
     if label.unit and answer.unit and label.unit != answer.unit:
         return False
+    if _joined(label) == _joined(answer) and label.unit != answer.unit:
+        return True  # `5m` and `5 m`, where m may be a name or a metre
     if _plain(label.text) == _plain(answer.text) and label.percent == answer.percent:
         return bool(label.text)
     choice = _CHOICE.fullmatch(_without_text(label.text))
@@ -93,6 +95,10 @@ def is_words(text: str) -> bool:
     if _OPAQUE.search(text) or _TEXT_COMMAND.search(text) or _ONE_WORD.fullmatch(text):
         return text not in _FUNCTION_NAMES
     return any(word not in _FUNCTION_NAMES for word in _WORD.findall(_COMMAND.sub(" ", text)))
+
+
+def _joined(quantity: Quantity) -> str:
+    return (quantity.text + quantity.unit).replace(" ", "")
 
 
 def _equal_values(label: Quantity, answer: Quantity) -> bool | None:

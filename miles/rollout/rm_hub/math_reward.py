@@ -6,8 +6,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from miles.rollout.rm_hub.grader import SYMBOLIC, Grader, Reward, after_thinking
-from miles.rollout.rm_hub.math_answer import extract_answer, extract_boxed, extract_label
+from miles.rollout.rm_hub.grader import SYMBOLIC, Grader, Reward
+from miles.rollout.rm_hub.math_answer import after_thinking, extract_answer, extract_boxed, extract_label
 from miles.rollout.rm_hub.math_grade import grade_exactly, label_problem, needs_symbolic
 from miles.types import Sample
 

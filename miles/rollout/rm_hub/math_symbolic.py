@@ -8,6 +8,7 @@ pool is (`rm_hub/pool.py`).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -159,9 +160,15 @@ def _real_set(structure: Structure) -> sympy.Set | None:
     if isinstance(structure, Leaf):
         relation = _expression(structure.quantity.text) if is_relation(structure) else None
         return relation.as_set() if relation is not None and len(relation.free_symbols) == 1 else None
-    if structure.kind == "union":
-        parts = [_real_set(item) for item in structure.items]
-        return sympy.Union(*parts) if all(part is not None for part in parts) else None
+    if structure.kind == "union" or (structure.kind == "list" and all(map(is_relation, structure.items))):
+        parts = [part for item in structure.items if (part := _real_set(item)) is not None]
+        if len(parts) < len(structure.items):
+            return None
+        # `x < -1 or x > 1`; where parts overlap, as in `x > -1 and x < 1`, both may have to hold
+        overlap = structure.kind == "list" and any(
+            a.intersect(b) != sympy.EmptySet for a, b in itertools.combinations(parts, 2)
+        )
+        return None if overlap else sympy.Union(*parts)
     return _interval_or_set(structure)
 
 

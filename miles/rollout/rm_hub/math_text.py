@@ -33,6 +33,10 @@ _CHARACTERS = str.maketrans(
         "³": "^3",
     }
 )
+_TRIGONOMETRIC_DEGREES = (
+    r"\\(sin|cos|tan|cot|sec|csc)\s*[({]?\s*(\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|"
+    r"\\degree(?![a-zA-Z]))\s*[)}]?"
+)
 _REWRITES = [
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|pounds|euro)(?![a-zA-Z])"), ""),
@@ -44,6 +48,8 @@ _REWRITES = [
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
     (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
     (re.compile(r"\\(?:R|Reals|reals)(?![a-zA-Z])|\\mathbf\{R\}"), r"\\mathbb{R}"),
+    (re.compile(_TRIGONOMETRIC_DEGREES), r"\\\1(\\frac{\2\\pi}{180})"),
+    (re.compile(r"(?<=[\d)}])\s*\\deg(?![a-zA-Z])"), ""),
     (re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\\degree(?![a-zA-Z])"), ""),
     # a thin space or a braced comma between groups of three digits separates thousands
     (re.compile(r"(?<=\d)(?:\{,\}|\\,|\\ |~|\{\\,\})(?=\d{3}(?!\d))"), ","),
@@ -66,7 +72,8 @@ _GROUPS_OF_THREE = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|\bpercent)$")
 _UNIT_TEXT = re.compile(r"\s*\\(?:text|mathrm)\s*\{\s*([^{}]*?)\s*\}\s*((?:\^\s*\{?\s*\d\s*\}?)?)$")
 _UNIT_WORDS = re.compile(
-    r"(?<=[\d)}])(?:\s+(?=[a-zA-Z]{3})|\s*(?=(?:[cmk]m|k?g|ft|hrs?|USD|usd)(?![a-zA-Z])))"
+    r"(?<=[\d)}])(?:\s+(?=[a-zA-Z]{3}|[mglhs](?![a-zA-Z])|k?m ?/ ?[hs])"
+    r"|\s*(?=(?:[cmk]m|k?g|ft|hrs?|USD|usd)(?![a-zA-Z])))"
     r"((?:[a-zA-Z]+\.?)(?:[ /-][a-zA-Z]+\.?)*)\s*((?:\^\s*\{?\s*\d\s*\}?)?)$"
 )
 _NOT_UNITS = set(

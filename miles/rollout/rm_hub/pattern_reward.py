@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any
 
-from miles.rollout.rm_hub.grader import Grader, Reward, after_thinking
+from miles.rollout.rm_hub.grader import Grader, Reward
+from miles.rollout.rm_hub.math_answer import after_thinking
 from miles.types import Sample
 
 PATTERN_TASKS = "miles.rollout.rm_hub.pattern_tasks"

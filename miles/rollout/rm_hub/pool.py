@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+import psutil
+
 from miles.errors import RewardError
 from miles.rollout.rm_hub.fork_server import DONE, READY
 
@@ -24,6 +26,8 @@ TIMEOUT = "timeout"
 DIED = "died"
 RAISED = "raised"
 FORK_SERVER = "miles.rollout.rm_hub.fork_server"
+MAX_WALL = 5
+CLOCK_TICK_S = 0.02  # CPU times are known to about this
 MAX_START_S = 120.0  # imports on a busy machine
 
 
@@ -43,12 +47,15 @@ class _Worker:
     ready: bool = False
     future: Future[Outcome] | None = None
     deadline: float = 0.0
+    cpu_at_start_s: float = 0.0
+    started_at: float = 0.0
 
 
 class WorkerPool:
     """Runs `MODULE.run(task)` in worker processes. A thread of this process hands out tasks and watches deadlines.
 
-    Tasks can be submitted from any thread. A deadline counts from the moment a ready worker gets the task; `warm_up`
+    Tasks can be submitted from any thread. The deadline counts the worker's own CPU time from the moment it gets the
+    task, so that a busy machine changes no verdict, and at most `MAX_WALL` times as much by the clock. The `warm_up`
     tasks are done before there are workers, so that no worker's first task pays for tables that are built once.
     """
 
@@ -143,7 +150,8 @@ class WorkerPool:
                 task, future = self._tasks.popleft()
                 if future.set_running_or_notify_cancel():
                     worker.future = future
-                    worker.deadline = time.monotonic() + self._timeout_s
+                    worker.cpu_at_start_s, worker.started_at = _cpu_s(worker.pid), time.monotonic()
+                    worker.deadline = worker.started_at + self._timeout_s
                     worker.pipe.send(task)
 
     def _wait(self) -> None:
@@ -156,8 +164,17 @@ class WorkerPool:
         for worker in list(self._workers):
             if worker.pipe in readable:
                 self._receive(worker)
-            elif worker.future is not None and now >= worker.deadline:
+            elif worker.future is not None and now >= worker.deadline and not self._extend(worker, now):
                 self._replace(worker, TIMEOUT, f"no answer within {self._timeout_s} s")
+
+    def _extend(self, worker: _Worker, now: float) -> bool:
+        """Give a worker the CPU time that others have taken from it."""
+        left = self._timeout_s - (_cpu_s(worker.pid) - worker.cpu_at_start_s)
+        end = worker.started_at + MAX_WALL * self._timeout_s
+        if left <= CLOCK_TICK_S or now >= end:
+            return False
+        worker.deadline = min(now + left, end)
+        return True
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -197,3 +214,12 @@ class WorkerPool:
         for future in waiting:
             if not future.done():
                 future.set_exception(RewardError(reason))
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process of ours; 0 when it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system

@@ -39,6 +39,7 @@ def test_samples_are_read_back(tmp_path):
         "loss_mask": [1],
         "rollout_log_probs": [-0.5],
         "weight_versions": [4],
+        "metadata": "{}",
     }
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +211,109 @@ def test_grader_failures_are_counted_once(caplog: pytest.LogCaptureFixture) -> N
     assert made.take_counts() == {"rollout/grader_timeouts": 1.0, "rollout/grader_errors": 0.0}
     assert made.take_counts() == {"rollout/grader_timeouts": 0.0, "rollout/grader_errors": 0.0}
     made.close()
+
+
+FAILS_SOMETIMES = """
+def score(args, sample):
+    if 'bad' in sample.response:
+        raise ValueError(sample.response)
+    return 1
+"""
+
+
+def test_on_error_zero_and_drop_go_on_and_count(custom: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group = samples("a", "bad 1", "b")
+    zero = custom(FAILS_SOMETIMES, rm_on_error="zero")
+    assert score(zero, group) == [1, 0.0, 1]
+    assert zero.take_counts() == {"rollout/grader_timeouts": 0.0, "rollout/grader_errors": 1.0}
+    assert zero.take_counts() == {}
+    group = samples("a", "bad 1", "b")
+    assert score(custom(FAILS_SOMETIMES, rm_on_error="drop"), group) == [1, None, 1]
+    assert [s.status for s in group] == [SampleStatus.PENDING, SampleStatus.FAILED, SampleStatus.PENDING]
+    assert "ValueError: bad 1; by --rm-on-error drop" in caplog.text
+    keyed = "def score(args, sample):\n    return {'score': {'a': 1}.get(sample.response)}\n"
+    assert score(custom(keyed, rm_on_error="zero", reward_key="score"), samples("a", "x")) == [
+        {"score": 1},
+        {"score": 0.0},
+    ]
+    with pytest.raises(RewardError, match="ValueError: bad 1"):
+        score(custom(FAILS_SOMETIMES), samples("a", "bad 1"))
+
+
+@pytest.mark.parametrize("policy", ["zero", "drop"])
+def test_more_than_one_percent_failing_stops_with_three_examples(custom: Any, policy: str) -> None:
+    made = custom(FAILS_SOMETIMES, rm_on_error=policy)
+    score(made, samples(*["fine"] * 297, "bad 0", "bad 1"))  # 2 of 299
+    with pytest.raises(RewardError) as caught:
+        score(made, samples("bad 2", "bad 3"))  # 4 of 301
+    assert "--custom-rm-path: 4 of 301 answers could not be graded, more than 1%" in str(caught.value)
+    assert [f"ValueError: bad {i}" in str(caught.value) for i in range(4)] == [False, True, True, True]
+
+
+def test_a_whole_group_fails_together(custom: Any) -> None:
+    source = "def score(args, samples):\n    return [1]\n"
+    group = samples("a", "b")
+    assert score(custom(source, group_rm=True, rm_on_error="drop"), group) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("    samples.sort(key=lambda s: -s.index)\n    return [s.index for s in samples]\n", "changed the list"),
+        ("    return [{'score': 1, 'index': s.index} for s in reversed(samples)]\n", "in the order of the samples"),
+    ],
+)
+def test_rewards_in_another_order_than_the_samples_are_refused(custom: Any, body: str, expected: str) -> None:
+    with pytest.raises(RewardError, match=expected):
+        score(custom(f"def score(args, samples):\n{body}", group_rm=True, reward_key="score"), samples("a", "b"))
+
+
+def test_metadata_chooses_the_reward_of_a_row() -> None:
+    made = runner(rm_type="gsm8k")
+    group = samples("#### 7", "7", "A: 7")
+    group[1].metadata = {"rm_type": "exact"}
+    group[2].metadata = {"rm_type": "f1+0.5*exact"}
+    assert score(made, group) == [1, 1, pytest.approx(2 / 2)]
+    assert made.check_label is not None
+    assert made.check_label("x", {}) == "it is not a number" and made.check_label("x", {"rm_type": "exact"}) is None
+    assert "no such reward as exakt; did you mean exact" in str(made.check_label("x", {"rm_type": "exakt"}))
+    assert "expected the name of a reward" in str(made.check_label("x", {"rm_type": 5}))
+
+
+def test_a_custom_reward_goes_before_metadata(custom: Any) -> None:
+    group = samples("a")
+    group[0].metadata = {"rm_type": "exact"}
+    assert score(custom(PLAIN), group) == [4]
+
+
+def test_a_reward_key_that_no_built_in_reward_gives_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--reward-key score: --rm-type math gives a number"):
+        runner(rm_type="math", reward_key="score")
+    with pytest.raises(ConfigError, match="gives a dict with score, acc, pred"):
+        runner(rm_type="dapo", reward_key="accuracy")
+
+
+def test_the_watching_reward_is_never_trained_on(custom: Any) -> None:
+    made = custom(PLAIN, rm_watch_type="gsm8k")
+    group = samples("#### 7", "#### 8")
+    assert score(made, group) == [9, 9]
+    made.end_batch(group, training=True)
+    assert made.take_counts()["rollout/watch_reward"] == 0.5
+    assert made.check_label is not None and made.check_label("x", {}) == "it is not a number"
+
+
+def test_field_note_41_the_verdict_is_the_same_in_another_process_and_its_threads() -> None:
+    source = (
+        "import asyncio\n"
+        "from tests.unit.rollout.test_rewards import runner, samples, score\n"
+        "made = runner(rm_type='math', rm_timeout=5.0)\n"
+        "made.start()\n"
+        "group = samples(r'\\boxed{2\\sqrt{2}}', r'\\boxed{\\sqrt{9}}', '#### 8', label=r'\\sqrt{8}')\n"
+        "async def in_a_thread():\n"
+        "    return await asyncio.to_thread(score, made, group)\n"
+        "print([score(made, group), asyncio.run(in_a_thread())])\n"
+        "made.close()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[[1, 0, 0], [1, 0, 0]]", done.stderr
