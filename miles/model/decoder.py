@@ -34,7 +34,10 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normalised input and added to it."""
+    """Attention and feed-forward, each on the normalised input and added to it.
+
+    What the feed-forward adds is returned beside the stream: the norm that comes next adds it in the same pass.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -43,9 +46,16 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.mlp = Mlp(spec, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_T1H, sin_T1H, context)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+    def forward(
+        self, x_TD: Tensor, added_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        if added_TD is None:
+            normed_TD = self.attention_norm(x_TD)
+        else:
+            normed_TD, x_TD = self.attention_norm.after_adding(x_TD, added_TD)
+        attended_TD = self.attention(normed_TD, cos_T1H, sin_T1H, context)
+        normed_TD, x_TD = self.mlp_norm.after_adding(x_TD, attended_TD)
+        return x_TD, self.mlp(normed_TD)
 
 
 class Decoder(nn.Module):
@@ -81,7 +91,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states after the final norm, T x D. Positions must be below `max_position_embeddings`."""
         cos_T1H, sin_T1H = rope_at(self.rope_table_SH, context.positions_T)
-        x_TD = self.embedding(input_ids_T)
+        x_TD, added_TD = self.embedding(input_ids_T), None
         for layer in self.layers:
-            x_TD = layer(x_TD, cos_T1H, sin_T1H, context)
-        return self.norm(x_TD)
+            x_TD, added_TD = layer(x_TD, added_TD, cos_T1H, sin_T1H, context)
+        normed_TD, _ = self.norm.after_adding(x_TD, added_TD)
+        return normed_TD

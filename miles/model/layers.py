@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.ops.matmul import linear
-from miles.ops.norm import rms_norm
+from miles.ops.norm import add_rms_norm, rms_norm
 
 
 class Linear(nn.Module):
@@ -33,3 +33,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of `x + added`, and `x + added`."""
+        return add_rms_norm(x, added, self.weight, self.eps)

@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles.ops.kernels import has_kernels, kernels
+
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """`silu(gate) * up`, where gate and up are the two halves of the last dimension; T x F."""
+    if has_kernels(gate_up_T2F):
+        return kernels("norm_rope").silu_mul(gate_up_T2F)
     if torch.is_grad_enabled() and gate_up_T2F.requires_grad:
         return _SiluMul.apply(gate_up_T2F)
     gate, up = gate_up_T2F.chunk(2, -1)

@@ -5,7 +5,6 @@ Shapes: T packed tokens, R rows of the padded layout, N query heads, K key/value
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
 
 # A bucket closes when padding it further would waste more than this share of its tokens, plus a constant that stands
 # for the fixed cost of one more attention call.
 _MAX_WASTE = 0.15
 _CALL_COST_TOKENS = 128
-
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,8 @@ def length_buckets(lengths: Sequence[int], *, device: torch.device) -> LengthBuc
 
 
 def uses_buckets(q_TNH: Tensor) -> bool:
-    """Whether `packed_attention` pads: on a CPU, and in float32 on CUDA, where no variable-length kernel exists."""
-    return not q_TNH.is_cuda or q_TNH.dtype == torch.float32
+    """Whether `packed_attention` pads: where there is no kernel for the device and the head size."""
+    return not has_kernels(q_TNH) or q_TNH.shape[2] not in HEAD_SIZES
 
 
 def packed_attention(
@@ -92,20 +90,10 @@ def packed_attention(
     layout again, where there is one (`uses_buckets`).
     """
     if not uses_buckets(q_TNH):
-        return _varlen_attention(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
+        return kernels("attention").packed_flash_attention(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
     if buckets is None:
         buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device)
     return _bucketed_attention(q_TNH, k_TKH, v_TKH, buckets, scale)
-
-
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if _VARLEN_HAS_GQA:
-        options["enable_gqa"] = True
-    else:  # torch 2.11
-        num_repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(num_repeats, 1), v.repeat_interleave(num_repeats, 1)
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
 def _bucketed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, buckets: LengthBuckets, scale: float) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.ops.kernels import has_kernels, kernels
 from miles.ops.matmul import linear, project_float32
 
 SMALL_CHUNK_ELEMENTS = 4 * 2**20  # 16 MB of float32
@@ -62,6 +63,11 @@ def token_log_probs(
     """
     assert temperature > 0, f"the temperature must be positive, got {temperature}"
     rows = max(chunk_size, SMALL_CHUNK_ELEMENTS // head_VD.shape[0])
+    if has_kernels(hidden_TD) and kept is None and targets_T.numel() == hidden_TD.shape[0]:
+        log_probs_T, entropy_T = kernels("logprob").head_log_probs(
+            hidden_TD, head_VD, targets_T.flatten(), temperature=temperature, chunk_rows=rows
+        )
+        return log_probs_T.view_as(targets_T), entropy_T if with_entropy else None
     targets_TK = targets_T[:, None] if targets_T.ndim == 1 else targets_T
     scored = _TokenLogProbs.apply(hidden_TD, head_VD, targets_TK, temperature, rows, with_entropy, kept)
     return scored[0].view_as(targets_T), scored[1]

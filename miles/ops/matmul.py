@@ -23,3 +23,13 @@ def project_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     if x_TD.is_cuda:
         return torch.mm(x_TD, weight_VD.t(), out_dtype=torch.float32)
     return F.linear(x_TD.float(), weight_VD.float())
+
+
+def add_product_float32(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """`total += left @ right` with a float32 total and float32 accumulators, whatever the dtype of the factors."""
+    if left_MK.dtype == torch.float32:
+        total_MN.addmm_(left_MK, right_KN)
+    elif left_MK.is_cuda:
+        torch.addmm(total_MN, left_MK, right_KN, out_dtype=torch.float32, out=total_MN)
+    else:
+        total_MN.addmm_(left_MK.float(), right_KN.float())

@@ -8,6 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles.ops.kernels import has_kernels, kernels
+
+
+def add_rms_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + added), x + added)`: the start of a sublayer, where the output of the one before joins."""
+    if has_kernels(x_TD):
+        return kernels("norm_rope").add_rms_norm(x_TD, added_TD, weight_D, eps)
+    total_TD = x_TD + added_TD
+    return rms_norm(total_TD, weight_D, eps), total_TD
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32, in the dtype of `x`."""

@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
+
 # Keys (or values) that a run gathers. They should stay in a core's cache until they are multiplied, and an allocation
 # of this size is served from memory that is already mapped.
 _RUN_BYTES = 1 << 20
@@ -38,10 +40,11 @@ class PagedView:
     """What attention sees of the cache in one step.
 
     `k_caches[layer]` and `v_caches[layer]` are K x S x H; block n holds slots n * page_size and up. `slots_T` (int64)
-    says where each new token's key and value go. `block_table_BP` (int64) lists the blocks of each context in order;
-    places beyond it name any block with finite contents. `context_lens_B` (int64) counts all tokens of a sequence, the
-    new ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T. All on one device.
-    The plain version is at its best when sequences with one new token lie together, by growing context.
+    says where each new token's key and value go. `block_table_BP` (int32) lists the blocks of each context in order;
+    places beyond it name any block with finite contents. `context_lens_B` (int32) counts all tokens of a sequence, the
+    new ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T, each of which has a
+    new token. All on one device. The kernel wants a page size that is a power of two; the plain version is at its best
+    when sequences with one new token lie together, by growing context.
     """
 
     k_caches: Sequence[Tensor]
@@ -86,6 +89,19 @@ def _causal_mask(context_lens_B: Tensor, num_queries: int, num_context: int) -> 
 
 def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: PagedView, scale: float) -> Tensor:
     """Attention output (T x N x H) of new tokens whose own keys and values are already stored."""
+    if has_kernels(q_TNH) and q_TNH.shape[2] in HEAD_SIZES:
+        num_seqs = view.context_lens_B.shape[0]
+        return kernels("paged_attention").paged_flash_attention(
+            q_TNH,
+            k_cache,
+            v_cache,
+            view.block_table_BP,
+            view.context_lens_B,
+            view.query_bounds,
+            max_query_len=1 if q_TNH.shape[0] == num_seqs else q_TNH.shape[0],
+            page_size=view.page_size,
+            scale=scale,
+        )
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     num_kv_heads, _, head_dim = k_cache.shape
     k_blocks = k_cache.view(num_kv_heads, -1, view.page_size * head_dim)

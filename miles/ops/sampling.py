@@ -18,6 +18,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from miles.ops.kernels import has_kernels, kernels
+
 # Multipliers with good avalanche: 32 bits from Wellons' hash prospector, 64 bits from SplitMix64 (Steele et al. 2014).
 _MULTIPLY_32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _GOLDEN_64 = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -60,13 +62,21 @@ def sample(
     temperature_R: Tensor | None = None,
     greedy_R: Tensor | None = None,
     cuts: Cuts | None = None,
+    needs_tempered: bool = True,
 ) -> Draw:
     """Draw from softmax(logits / temperature) after the cuts. Changes `logits_RV` (float32), which afterwards holds
-    the tempered logits with -inf for tokens that were cut.
+    the tempered logits with -inf for tokens that were cut, unless `needs_tempered` is False.
 
     `seeds_R2` come from `row_seeds`; None makes every row greedy. `temperature_R` None means 1. Rows of `greedy_R` take
     the most likely token; their temperature must be 1 and they must have no cut.
     """
+    if has_kernels(logits_RV) and cuts is None and seeds_R2 is not None:
+        draw = kernels("sampling").sample_uncut(
+            logits_RV, seeds_R2=seeds_R2, temperature_R=temperature_R, greedy_R=greedy_R
+        )
+        if needs_tempered and temperature_R is not None:
+            logits_RV.div_(temperature_R.unsqueeze(1))
+        return draw
     finite_R = logits_RV.sum(-1).isfinite()
     if temperature_R is not None:
         logits_RV.div_(temperature_R.unsqueeze(1))

@@ -52,7 +52,7 @@ def _forward_block(acc, row_max, row_sum, q, k, v, first, offs_m, offs_n, scale_
     return acc, new_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride_n"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, bounds_ptr, scale_log2, lse_stride_n, out_stride_t,
     GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -157,7 +157,7 @@ def _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_l
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride_n"])
 def _backward_queries_kernel(
     q_desc, k_desc, v_desc, grad_desc, out_desc, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, scale, scale_log2,
     lse_stride_n, dq_stride_t, GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -7,15 +7,19 @@ A row is cut into blocks of `BLOCK_IDS` token ids; each block has a softmax of i
 fixed tree (`join_blocks`). `ops/triton_sampling.py` cuts and joins the same way, so that the log-sum of a row of logits
 has the same bits in the engine and in the trainer.
 
-Shape letters: C tokens of a chunk, V vocabulary.
+Shape letters: T tokens, C tokens of a chunk, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from miles.ops.matmul import add_product_float32, project_float32
 
 BLOCK_IDS = 4096  # part of the meaning of a result, like the warps: they shape the tree of the sums
 NUM_WARPS = 8
@@ -99,7 +103,10 @@ def chunk_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float) ->
     """
     num_tokens, num_ids = logits_CV.shape
     assert logits_CV.dtype == torch.float32 and logits_CV.stride(1) == 1, "logits must be float32 with contiguous rows"
-    log_probs_C, entropy_C, log_sums_C = torch.empty(3, num_tokens, dtype=torch.float32, device=logits_CV.device)
+    # Three allocations: rows of one would be aligned or not, and the kernel compiled for each case.
+    log_probs_C, entropy_C, log_sums_C = (
+        torch.empty(num_tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3)
+    )
     _log_probs_kernel[num_tokens,](
         logits_CV, targets_C, log_probs_C, entropy_C, log_sums_C, temperature, logits_CV.stride(0), V=num_ids,
         BLOCK=BLOCK_IDS, NUM_BLOCKS=triton.next_power_of_2(triton.cdiv(num_ids, BLOCK_IDS)), num_warps=NUM_WARPS,
@@ -131,3 +138,59 @@ def chunk_grad_logits(
         num_warps=8,
     )  # fmt: skip
     return out_CV
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        chunks = list(zip(hidden_TD.split(chunk_rows), targets_T.split(chunk_rows), strict=True))
+        scored, logits_CV = [], None
+        for hidden_CD, targets_C in chunks:
+            logits_CV = project_float32(hidden_CD, head_VD)
+            scored.append(chunk_log_probs(logits_CV, targets_C, temperature))
+        log_probs_T, entropy_T, log_sums_T = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        keeps_logits = len(chunks) == 1 and any(ctx.needs_input_grad)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, logits_CV if keeps_logits else None)
+        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.set_materialize_grads(False)
+        return log_probs_T, entropy_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV = ctx.saved_tensors
+        if grad_log_probs_T is None:
+            grad_log_probs_T = torch.zeros_like(entropy_T)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        grad_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, hidden_TD.shape[0], ctx.chunk_rows):
+            chunk = slice(start, start + ctx.chunk_rows)
+            logits_CV = project_float32(hidden_TD[chunk], head_VD) if kept_TV is None else kept_TV
+            grad_logits_CV = chunk_grad_logits(
+                logits_CV,
+                targets_T[chunk],
+                log_sums_T[chunk],
+                entropy_T[chunk],
+                grad_log_probs_T[chunk],
+                None if grad_entropy_T is None else grad_entropy_T[chunk],
+                ctx.temperature,
+                torch.empty_like(logits_CV, dtype=head_VD.dtype),
+            )
+            if grad_hidden_TD is not None:
+                torch.mm(grad_logits_CV, head_VD, out=grad_hidden_TD[chunk])
+            if grad_head_VD is not None:
+                add_product_float32(grad_head_VD, grad_logits_CV.t(), hidden_TD[chunk])
+        return grad_hidden_TD, grad_head_VD, None, None, None
+
+
+def head_log_probs(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperature: float, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy, [T] float32, without ever having more logits than those of a chunk.
+
+    Differentiable in `hidden_TD` and `head_VD`; the head's gradient is float32. The gradient of the logits has the
+    dtype of the head, so that both products of the backward pass run on the matrix units.
+    """
+    return _HeadLogProbs.apply(hidden_TD, head_VD, targets_T, temperature, chunk_rows)

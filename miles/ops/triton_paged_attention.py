@@ -54,7 +54,8 @@ def _sequence_of_tile(starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+# Numbers that follow the batch are not specialised on: a new batch size would compile the kernel again.
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "max_chunks", "table_stride"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, chunk_acc_ptr, chunk_stats_ptr, tables_ptr, contexts_ptr, starts_ptr,
     scale_log2, num_seqs, num_splits, num_heads, max_chunks,
@@ -129,7 +130,7 @@ def _attend_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_chunks"])
 def _merge_kernel(
     chunk_acc_ptr, chunk_stats_ptr, out_ptr, contexts_ptr, num_heads, max_chunks,
     H: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,

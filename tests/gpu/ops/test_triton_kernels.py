@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles.ops import activation, sampling
 from miles.ops.activation import silu_mul
 from miles.ops.norm import rms_norm
 from miles.ops.rope import apply_rope, rope_at, rope_frequencies, rope_table
@@ -121,7 +122,8 @@ def test_decode_in_a_cuda_graph() -> None:
     assert not captured[1].any()
 
 
-def test_small_steps() -> None:
+def test_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "has_kernels", lambda x: False)  # the reference is the plain formula
     torch.manual_seed(3)
     num_tokens, num_heads, num_kv_heads, size, width = 300, 16, 8, 128, 1024
     options = {"device": "cuda", "dtype": torch.bfloat16}
@@ -154,7 +156,8 @@ def test_small_steps() -> None:
     assert relative_error(torch.autograd.grad(out, gate_up, grad)[0], results[0][1]) < 5e-3
 
 
-def test_sampler_draws_what_the_reference_draws() -> None:
+def test_sampler_draws_what_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "has_kernels", lambda x: False)
     torch.manual_seed(4)
     logits = torch.randn(64, VOCAB, device="cuda") * 3
     seeds = row_seeds(torch.arange(64, device="cuda") * 7919, torch.arange(64, device="cuda"))

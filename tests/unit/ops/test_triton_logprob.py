@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from miles.ops.logprob import token_log_probs
 from tests.gpu.ops.references import log_probs_and_entropy, relative_error, require_interpreter
 
 require_interpreter()
 
-from miles.ops.triton_logprob import chunk_grad_logits, chunk_log_probs  # noqa: E402
+from miles.ops.triton_logprob import chunk_grad_logits, chunk_log_probs, head_log_probs  # noqa: E402
 
 
 @pytest.mark.parametrize(("num_ids", "temperature"), [(9000, 1.0), (300, 0.7)])
@@ -44,3 +45,17 @@ def test_cut_tokens_have_no_weight() -> None:
     expected = logits[:, :4].log_softmax(-1)
     assert log_probs.item() == pytest.approx(expected[0, 2].item(), rel=1e-6)
     assert entropy.item() == pytest.approx(-(expected.exp() * expected).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 8])  # several chunks, and one whose logits are kept
+def test_the_chunked_head_equals_the_plain_one(chunk_rows: int) -> None:
+    torch.manual_seed(1)
+    hidden, head = torch.randn(8, 16, requires_grad=True), torch.randn(200, 16, requires_grad=True)
+    targets, grads = torch.randint(200, (8,)), list(torch.randn(2, 8))
+    plain = token_log_probs(hidden, head, targets, temperature=0.8)
+    fused = head_log_probs(hidden, head, targets, temperature=0.8, chunk_rows=chunk_rows)
+    for one, other in zip(fused, plain, strict=True):
+        assert relative_error(one, other) < 1e-5
+    wanted = torch.autograd.grad(plain, (hidden, head), grads)
+    for one, other in zip(torch.autograd.grad(fused, (hidden, head), grads), wanted, strict=True):
+        assert relative_error(one, other) < 1e-5

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from miles.ops.activation import silu_mul
+from miles.ops.heads import HeadNorm, rotated_heads
 from miles.ops.norm import rms_norm
 from miles.ops.rope import apply_rope, rope_at, rope_frequencies, rope_table
 from tests.gpu.ops.references import relative_error, require_interpreter
@@ -60,3 +61,37 @@ def test_silu_mul_and_its_gradient() -> None:
     assert relative_error(out, expected) < 1e-6
     (actual_grad,), (wanted_grad,) = (torch.autograd.grad(x, gate_up, grad) for x in (out, expected))
     assert relative_error(actual_grad, wanted_grad) < 1e-6
+
+
+def test_gradients_of_add_rms_norm() -> None:
+    torch.manual_seed(3)
+    x, added, weight = torch.randn(7, 96), torch.randn(7, 96), torch.randn(96)
+    inputs = [t.requires_grad_() for t in (x, added, weight)]
+    grads = torch.randn(2, 7, 96)
+    total = x + added
+    wanted = torch.autograd.grad((rms_norm(total, weight, 1e-5), total), inputs, list(grads))
+    actual = torch.autograd.grad(triton_norm_rope.add_rms_norm(*inputs, 1e-5), inputs, list(grads))
+    for one, other in zip(actual, wanted, strict=True):
+        assert relative_error(one, other) < 1e-6
+    out, _ = triton_norm_rope.add_rms_norm(*inputs, 1e-5)  # the last norm of a model: nothing reads the sum
+    wanted = torch.autograd.grad(rms_norm(x + added, weight, 1e-5), inputs, grads[0])
+    for one, other in zip(torch.autograd.grad(out, inputs, grads[0]), wanted, strict=True):
+        assert relative_error(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_qk_norm_rope_and_its_gradients(with_norm: bool) -> None:
+    torch.manual_seed(4)
+    num_heads, num_kv_heads, size, num_tokens = 3, 2, 32, 5
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size, requires_grad=True)
+    weights = torch.randn(2, size).requires_grad_().unbind() if with_norm else (None, None)
+    cos, sin = rope_at(rope_table(rope_frequencies(size, 10_000.0), 50), torch.tensor([0, 7, 49, 3, 4]))
+    plain = rotated_heads(qkv, num_kv_heads, size, HeadNorm(*weights, 1e-6), cos, sin)
+    fused = triton_norm_rope.qk_norm_rope(qkv, num_kv_heads, size, *weights, 1e-6, cos, sin)
+    grads = [torch.randn(t.shape) for t in plain]
+    inputs = [qkv, *(w for w in weights if w is not None)]
+    for one, other in zip(fused, plain, strict=True):
+        assert relative_error(one, other) < 1e-6
+    wanted = torch.autograd.grad(plain, inputs, grads)
+    for one, other in zip(torch.autograd.grad(fused, inputs, grads), wanted, strict=True):
+        assert relative_error(one, other) < 1e-6
