@@ -314,8 +314,11 @@ class BatchConfig:
     micro_batch_size: int | None = flag(
         None, "largest number of samples in a micro-batch", unit="samples", bounds=AT_LEAST_ONE
     )
-    log_probs_chunk_size: int = flag(
-        1024, "tokens whose logits exist at one time in the output head", unit="tokens", bounds=AT_LEAST_ONE
+    log_probs_chunk_size: int | None = flag(
+        None,
+        "tokens whose logits exist at one time in the output head; default by device",
+        unit="tokens",
+        bounds=AT_LEAST_ONE,
     )
     use_dynamic_batch_size: bool = flag(True, "pack by tokens", effect=SATISFIED)
 
@@ -338,6 +341,7 @@ class EngineConfig:
     )
     engine_page_size: int = flag(16, "tokens of a KV cache block", unit="tokens", bounds=AT_LEAST_ONE)
     engine_disable_radix_cache: bool = flag(False, "do not share the blocks of equal prompt beginnings")
+    engine_disable_cuda_graph: bool = flag(False, "launch the kernels of a decode step one by one")
     engine_attention_backend: str | None = flag(
         None, "public name of the engine's attention; the paged attention of ops/ serves all", effect=SATISFIED
     )

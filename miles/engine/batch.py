@@ -5,11 +5,10 @@ Shapes: B rows of the step, P blocks of a row, T packed new tokens, R rows that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from miles.engine.request import RequestTable
@@ -29,12 +28,18 @@ class Plan:
     drawn_rows_R: np.ndarray
     drawn_from_R: np.ndarray
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every row computes one token and gets one."""
+        return len(self.drawn_rows_R) == len(self.rows_B) == int(self.num_new_B.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the model computes in one step; see `PagedView` for the last four."""
+    """What the model computes in one step; see `PagedView` for the last four. `rows_T` are rows of the table."""
 
     ids_T: Tensor
+    rows_T: Tensor
     positions_T: Tensor
     max_seqlen: int
     slots_T: Tensor
@@ -43,7 +48,7 @@ class Inputs:
     query_bounds: Tensor
 
 
-def build_inputs(plan: Plan, table: RequestTable, *, device: torch.device) -> Inputs:
+def build_inputs(plan: Plan, table: RequestTable, *, upload: Callable[[np.ndarray], Tensor]) -> Inputs:
     rows_B, num_new_B, page_size = plan.rows_B, plan.num_new_B, table.page_size
     bounds = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(num_new_B)))
     computed_B = table.computed[rows_B]
@@ -52,16 +57,13 @@ def build_inputs(plan: Plan, table: RequestTable, *, device: torch.device) -> In
     positions_T = np.arange(bounds[-1]) + np.repeat(computed_B - bounds[:-1], num_new_B)
     slots_T = table.blocks[rows_T, positions_T // page_size] * page_size + positions_T % page_size
     longest, num_blocks = int(num_new_B.max()), -(-int(context_B.max()) // page_size)
-
-    def upload(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return Inputs(
         ids_T=upload(table.tokens[rows_T, positions_T]),
+        rows_T=upload(rows_T),
         positions_T=upload(positions_T),
         max_seqlen=longest,
         slots_T=upload(slots_T),
-        block_table_BP=upload(table.blocks[rows_B, :num_blocks]),
-        context_lens_B=upload(context_B),
+        block_table_BP=upload(table.blocks[rows_B, :num_blocks].astype(np.int32)),
+        context_lens_B=upload(context_B.astype(np.int32)),
         query_bounds=upload(bounds.astype(np.int32)),
     )

@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from miles.config.sections import EngineConfig
 from miles.errors import EngineError
 from miles.model.spec import ModelSpec
+from miles.observe.log import get_logger
+
+logger = get_logger(__name__)
 
 # Of the memory that is free on a CPU; the trainer, the page cache and other programs need the rest.
 _CPU_SHARE = 0.2
+# Of a GPU's memory: left free for what a trainer on it keeps of a micro-batch, and for CUDA graphs.
+_GPU_RESERVE = 0.35
 _CGROUP_LIMIT, _CGROUP_USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
@@ -27,8 +34,9 @@ class KvCache:
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.num_blocks = num_blocks
         shape = (2 * spec.num_layers, spec.num_kv_heads, num_blocks, page_size, spec.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = _zeros(shape, dtype=dtype, device=device)
         caches = self._data.flatten(2, 3).unbind()
         self.k_caches, self.v_caches = caches[: spec.num_layers], caches[spec.num_layers :]
 
@@ -36,9 +44,9 @@ class KvCache:
     def num_bytes(self) -> int:
         return self._data.numel() * self._data.element_size()
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs_N2: Tensor) -> None:
         """Copy every (source, target) pair; a source may be another pair's target and is read first."""
-        source, target = torch.tensor(pairs, device=self._data.device).unbind(1)
+        source, target = pairs_N2.unbind(1)
         self._data.index_copy_(2, target, self._data.index_select(2, source))
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
@@ -53,27 +61,54 @@ def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 def cache_tokens(
     spec: ModelSpec, config: EngineConfig, *, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Tokens the cache holds, a whole number of blocks: `--engine-max-total-tokens`, else what memory allows and
-    `num_rows` answers can use. Raises `EngineError` when that is too little to work with."""
-    page_size, per_token = config.engine_page_size, token_bytes(spec, dtype)
-    free_bytes = available_bytes(device)
+    """Tokens the cache holds, a whole number of blocks: `--engine-max-total-tokens`, else the share of the GPU that
+    `--engine-mem-fraction-static` gives, else what memory allows and `num_rows` answers can use. Raises `EngineError`
+    when that is too little to work with, or more than there is."""
+    page_size, per_token, free_bytes = config.engine_page_size, token_bytes(spec, dtype), available_bytes(device)
+    asked_for = "--engine-max-total-tokens"
     wanted = config.engine_max_total_tokens
+    if wanted is None and config.engine_mem_fraction_static is not None and device.type == "cuda":
+        asked_for = f"--engine-mem-fraction-static {config.engine_mem_fraction_static} or --engine-max-total-tokens"
+        weights_bytes = spec.num_parameters * dtype.itemsize
+        wanted = max(int(config.engine_mem_fraction_static * total_bytes(device) - weights_bytes), 0) // per_token
     if wanted is None:
-        share = config.engine_mem_fraction_static if device.type == "cuda" else _CPU_SHARE
-        wanted = min(num_rows * spec.max_position_embeddings, int(free_bytes * (share or 0.5)) // per_token)
+        allowed = free_bytes - _GPU_RESERVE * total_bytes(device) if device.type == "cuda" else _CPU_SHARE * free_bytes
+        wanted = min(num_rows * spec.max_position_embeddings, max(int(allowed), 0) // per_token)
     num_tokens = wanted // page_size * page_size
     if num_tokens < 2 * page_size:
         raise EngineError(
-            f"the KV cache would hold {num_tokens} tokens and needs at least {2 * page_size}: raise "
-            f"--engine-max-total-tokens (now {config.engine_max_total_tokens}) or free memory "
-            f"({free_bytes / 2**20:.0f} MiB are available, a token takes {per_token} bytes)"
+            f"the KV cache would hold {num_tokens} tokens and needs at least {2 * page_size}: raise {asked_for} (the "
+            f"latter is now {config.engine_max_total_tokens}) or free memory ({free_bytes / 2**20:.0f} MiB are "
+            f"available, a token takes {per_token} bytes)"
         )
     if num_tokens * per_token > free_bytes:
         raise EngineError(
-            f"--engine-max-total-tokens {num_tokens} takes {num_tokens * per_token / 2**20:.0f} MiB but "
+            f"{asked_for}: {num_tokens} tokens take {num_tokens * per_token / 2**20:.0f} MiB but "
             f"{free_bytes / 2**20:.0f} MiB are available: at most {free_bytes // per_token} tokens fit"
         )
+    if num_tokens < min(spec.max_position_embeddings, 1024 * num_rows):
+        logger.warning(
+            f"the KV cache holds only {num_tokens} tokens, for {num_rows} answers at a time at most: long answers wait "
+            f"for each other, which can take several times as long. Raise {asked_for}, or free memory"
+        )
     return num_tokens
+
+
+def check_page_size(page_size: int, *, device: torch.device) -> None:
+    if device.type == "cuda" and page_size & (page_size - 1):
+        raise EngineError(f"--engine-page-size {page_size}: on a GPU it must be a power of two, such as 16")
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # By way of numpy, which takes zeros from the system and does not touch them: blocks that nobody uses cost nothing.
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of the GPU."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def available_bytes(device: torch.device) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from miles.text.detokenize import Detokenizer
 from miles.types import FinishReason, GenerationRequest, GenerationResult
 
+UNKNOWN = -1  # a token that has been drawn on the device and is not on the host yet
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _NO_LOG_PROBS = np.zeros(0, dtype=np.float32)
 
@@ -85,15 +86,17 @@ class RequestTable:
     """The running requests as columns, one row each, so that a step handles all of them in a few array operations.
 
     `length` counts the known tokens of a request (prompt and answer so far), `computed` those whose keys and values
-    are in the cache. A row with one token to compute is decoding, one with more is being prefilled. Rows that `waits`
-    marks get their first token from the prefill of another row with the same prompt.
+    are in the cache. A row with one token to compute is decoding, one with more is being prefilled, and one at its
+    `limit` computes nothing more. Rows that `waits` marks get their first token from the prefill of another row with
+    the same prompt.
     """
 
     def __init__(self, *, num_rows: int, page_size: int) -> None:
         self.page_size = page_size
         self.live: list[LiveRequest | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self.occupied, self.waits, self.greedy, self.cut, self.scanned = np.zeros((5, num_rows), dtype=bool)
+        self.occupied, self.waits, self.greedy, self.cut = np.zeros((4, num_rows), dtype=bool)
+        self.scanned, self.needs_logits = np.zeros((2, num_rows), dtype=bool)
         self.prompt_len, self.length, self.computed, self.limit = np.zeros((4, num_rows), dtype=np.int64)
         self.order, self.num_blocks, self.stop_set, self.key = np.zeros((4, num_rows), dtype=np.int64)
         self.cache_version, self.top_k = np.zeros((2, num_rows), dtype=np.int64)
@@ -124,6 +127,7 @@ class RequestTable:
         self.occupied[row], self.waits[row] = True, False
         self.greedy[row] = sampling.temperature == 0.0
         self.cut[row] = sampling.cuts_tokens
+        self.needs_logits[row] = sampling.cuts_tokens or live.top is not None
         self.scanned[row] = bool(sampling.stop) or live.kept is not None or live.top is not None
         self.prompt_len[row], self.length[row], self.computed[row], self.limit[row] = prompt_len, length, 0, live.limit
         self.order[row], self.num_blocks[row], self.stop_set[row] = live.order, 0, live.stop_set
@@ -142,6 +146,7 @@ class RequestTable:
         live, written = self.live[row], slice(self.prompt_len[row], self.length[row])
         assert live is not None, f"row {row} is not in use"
         live.output_ids = self.tokens[row, written].copy()
+        assert (live.output_ids != UNKNOWN).all(), "a request leaves the table while tokens of it are on their way"
         live.log_probs = self.log_probs[row, written].copy()
         live.versions = self.versions[row, written].copy()
         self.live[row] = None
@@ -154,13 +159,18 @@ class RequestTable:
         self.blocks[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
 
-    def append(self, rows_R: np.ndarray, tokens_R: np.ndarray, log_probs_R: np.ndarray, version: int) -> None:
-        """One more token for each row."""
-        places_R = self.length[rows_R]
+    def reserve(self, rows_R: np.ndarray) -> None:
+        """One more token for each row, which `fill` will name."""
+        self.tokens[rows_R, self.length[rows_R]] = UNKNOWN
+        self.length[rows_R] += 1
+
+    def fill(
+        self, rows_R: np.ndarray, places_R: np.ndarray, tokens_R: np.ndarray, log_probs_R: np.ndarray, version: int
+    ) -> None:
+        """Name a token of each row."""
         self.tokens[rows_R, places_R] = tokens_R
         self.log_probs[rows_R, places_R] = log_probs_R
         self.versions[rows_R, places_R] = version
-        self.length[rows_R] += 1
 
     def _widen(self, num_tokens: int) -> None:
         missing = num_tokens - self.tokens.shape[1]

@@ -1,13 +1,24 @@
-"""Runs one planned step through the model."""
+"""Runs one planned step through the model.
+
+On a GPU a step is only enqueued: its tokens stay on the device, where the next step finds them, and reach the host one
+step late. The table marks a token that the host does not know yet as `UNKNOWN`.
+
+Shapes: T packed new tokens, R rows that get a token, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from miles.engine.batch import Plan, build_inputs
+from miles.engine.graphs import DecodeGraphs
 from miles.engine.memory import KvCache
-from miles.engine.request import RequestTable
-from miles.engine.sampler import Drawn, draw
+from miles.engine.request import UNKNOWN, RequestTable
+from miles.engine.sampler import Done, Drawing, OnTheWay, draw, draw_on_device
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
 from miles.ops.matmul import project_float32
@@ -16,19 +27,51 @@ from miles.ops.paged_attention import PagedView
 
 class Runner:
     """The model, its cache and the device they are on. Reads the parameters it is given; they may change between
-    steps, in place."""
+    steps, in place. With `overlaps` tokens come one step late; `graphs` replays decode steps."""
 
-    def __init__(self, model: Decoder, *, table: RequestTable, cache: KvCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        table: RequestTable,
+        cache: KvCache,
+        device: torch.device,
+        overlaps: bool = False,
+        graphs: bool = False,
+    ) -> None:
         self.cache = cache
-        self._model, self._table, self._device = model, table, device
+        self._model, self._table, self._overlaps = model, table, overlaps
+        self._upload = uploader(device)
+        # the last token of each row, and a place for rows that are padding
+        self._last_tokens = torch.zeros(table.num_rows + 1, dtype=torch.int64, device=device)
+        self._graphs = DecodeGraphs(model, table, cache, self._last_tokens, self._upload) if graphs else None
 
     # not inference_mode: the parameters belong to the trainer too, and what it derives from them must allow gradients
     @torch.no_grad()
-    def run(self, plan: Plan) -> Drawn:
+    def launch(self, plan: Plan) -> Drawing:
         """Copy blocks, compute the new tokens, draw. The table is only read."""
         if plan.copies:
-            self.cache.copy_blocks(plan.copies)
-        inputs = build_inputs(plan, self._table, device=self._device)
+            self.cache.copy_blocks(self._upload(np.array(plan.copies)))
+        rows_R = plan.drawn_rows_R
+        draws_at_once = not self._overlaps or bool(self._table.needs_logits[rows_R].any())
+        if self._graphs is not None and plan.only_decodes:
+            if not draws_at_once:
+                return OnTheWay(self._graphs.draw(plan))
+            logits_RV = self._graphs.logits(plan)
+        else:
+            logits_RV = self._logits(plan)
+        if not draws_at_once:
+            return OnTheWay(draw_on_device(logits_RV, self._table, rows_R, self._last_tokens, self._upload))
+        drawn = draw(logits_RV, self._table, rows_R, self._upload)
+        if self._overlaps:
+            self._last_tokens.index_copy_(0, self._upload(rows_R), self._upload(drawn.tokens_R))
+        return Done(drawn)
+
+    def _logits(self, plan: Plan) -> Tensor:
+        inputs = build_inputs(plan, self._table, upload=self._upload)
+        ids_T = inputs.ids_T
+        if self._overlaps:
+            ids_T = torch.where(ids_T == UNKNOWN, self._last_tokens[inputs.rows_T], ids_T)
         view = PagedView(
             self.cache.k_caches,
             self.cache.v_caches,
@@ -39,7 +82,12 @@ class Runner:
             inputs.query_bounds,
         )
         context = ForwardContext(inputs.positions_T, inputs.query_bounds, inputs.max_seqlen, view)
-        hidden_TD = self._model(inputs.ids_T, context)
-        drawn_from_R = torch.from_numpy(plan.drawn_from_R).to(self._device, non_blocking=True)
-        logits_RV = project_float32(hidden_TD.index_select(0, drawn_from_R), self._model.head_weight)
-        return draw(logits_RV, self._table, plan.drawn_rows_R)
+        hidden_TD = self._model(ids_T, context)
+        return project_float32(hidden_TD.index_select(0, self._upload(plan.drawn_from_R)), self._model.head_weight)
+
+
+def uploader(device: torch.device) -> Callable[[np.ndarray], Tensor]:
+    """From an array to a tensor on the device, without waiting for what the device is doing."""
+    if device.type == "cpu":
+        return torch.from_numpy
+    return lambda array: torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

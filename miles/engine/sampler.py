@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,13 +29,53 @@ class Drawn:
     top: dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
-    """Draw a token for each row of the table from its logits (float32, overwritten)."""
-    device = logits_RV.device
+class Drawing(Protocol):
+    """Tokens of a step that may still be computed. `is_late`: another step may be launched before `wait`."""
 
-    def upload(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    @property
+    def is_late(self) -> bool: ...
 
+    def wait(self) -> Drawn: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Tokens that are here already."""
+
+    drawn: Drawn
+    is_late: bool = False
+
+    def wait(self) -> Drawn:
+        return self.drawn
+
+
+class OnTheWay:
+    """Tokens that a device is still working on, as `draw_rows` returns them."""
+
+    is_late = True
+
+    def __init__(self, results_3R: Tensor) -> None:
+        self._results_3R = results_3R
+        self._event: torch.cuda.Event | None = None
+        if results_3R.is_cuda:
+            pinned = torch.empty(results_3R.shape, dtype=results_3R.dtype, pin_memory=True)
+            self._results_3R = pinned.copy_(results_3R, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Drawn:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens_R, bits_R, finite_R = self._results_3R.numpy()
+        failures = dict.fromkeys(np.flatnonzero(finite_R == 0).tolist(), "logits that are not finite")
+        return Drawn(tokens_R.astype(np.int64), bits_R.view(np.float32), failures, {}, {})
+
+
+Upload = Callable[[np.ndarray], Tensor]
+
+
+def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray, upload: Upload) -> Drawn:
+    """Draw a token for each row of the table from its logits (float32, overwritten), and wait for it."""
     greedy_R, temperature_R, cut_R = table.greedy[rows_R], table.temperature[rows_R], table.cut[rows_R]
     # the noise of a token depends on its place in the whole text, so a continued answer goes on with the same draws
     seeds_R2 = None if greedy_R.all() else row_seeds(upload(table.key[rows_R]), upload(table.length[rows_R]))
@@ -52,6 +93,45 @@ def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray) -> Drawn:
     num_top = {i: live.request.sampling.num_top_log_probs for i, live in scanned if live is not None}
     top = _top(logits_RV, {i: num for i, num in num_top.items() if num > 0})
     return Drawn(drawn.tokens_R.cpu().numpy(), drawn.log_probs_R.cpu().numpy(), failures, kept, top)
+
+
+def draw_on_device(
+    logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray, last_tokens: Tensor, upload: Upload
+) -> Tensor:
+    """Draw without waiting for the tokens, for rows without cuts; returns what `draw_rows` does."""
+    return draw_rows(
+        logits_RV,
+        rows_R=upload(rows_R),
+        keys_R=upload(table.key[rows_R]),
+        lengths_R=upload(table.length[rows_R]),
+        temperature_R=upload(table.temperature[rows_R]),
+        greedy_R=upload(table.greedy[rows_R]),
+        last_tokens=last_tokens,
+    )
+
+
+def draw_rows(
+    logits_RV: Tensor,
+    *,
+    rows_R: Tensor,
+    keys_R: Tensor,
+    lengths_R: Tensor,
+    temperature_R: Tensor,
+    greedy_R: Tensor,
+    last_tokens: Tensor,
+) -> Tensor:
+    """Token, bits of its log-prob and whether the logits were finite, as int32 (3 x R): one small transfer to the host.
+    Tokens also go to `last_tokens[rows_R]`."""
+    drawn = sample(
+        logits_RV,
+        seeds_R2=row_seeds(keys_R, lengths_R),
+        temperature_R=temperature_R,
+        greedy_R=greedy_R,
+        needs_tempered=False,
+    )
+    last_tokens.index_copy_(0, rows_R, drawn.tokens_R)
+    results = (drawn.tokens_R.to(torch.int32), drawn.log_probs_R.view(torch.int32), drawn.finite_R.to(torch.int32))
+    return torch.stack(results)
 
 
 def _kept(logits_RV: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
@@ -75,7 +155,7 @@ def _top(logits_RV: Tensor, num_top: dict[int, int]) -> dict[int, tuple[np.ndarr
     return {i: (ids[row, :num], log_probs[row, :num]) for row, (i, num) in enumerate(num_top.items())}
 
 
-def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload: Callable[[np.ndarray], Tensor]) -> Cuts:
+def _cuts(table: RequestTable, rows_R: np.ndarray, which: np.ndarray, upload: Upload) -> Cuts:
     rows = rows_R[which]
     top_k, top_p = table.top_k[rows], table.top_p[rows]
     if (top_p[top_k <= 0] < 1.0).any():

@@ -34,7 +34,7 @@ class Scheduler:
         self._admit()
         copies = self._grow()
         table = self.table
-        rows = np.flatnonzero(table.occupied & ~table.waits)
+        rows = np.flatnonzero(table.occupied & ~table.waits & (table.length < table.limit))
         num_pending = table.length[rows] - table.computed[rows]
         decoding = rows[num_pending == 1]
         decoding = decoding[np.argsort(table.length[decoding], kind="stable")]
@@ -54,6 +54,11 @@ class Scheduler:
                 [each for row in drawn_rows.tolist() for each in (row, *self._followers.get(row, ()))], dtype=np.int64
             )
         return Plan(rows_B, num_new_B, copies, drawn_rows, drawn_from)
+
+    @property
+    def must_retract(self) -> bool:
+        """Whether blocks run out in the next step."""
+        return len(self._rows_without_a_place()[0]) > self.pool.num_free
 
     def advance(self, plan: Plan) -> None:
         """Note that the step's keys and values are in the cache; share prompts that are now complete."""
@@ -161,19 +166,25 @@ class Scheduler:
 
         The youngest requests are retracted when blocks run out. They come last here, so none of them has a copy yet.
         """
-        table, pool = self.table, self.pool
-        rows = np.flatnonzero(table.occupied & ~table.waits & (table.length - table.computed == 1))
-        places = table.computed[rows] // table.page_size
-        missing = places >= table.num_blocks[rows]
-        blocks = table.blocks[rows, places]
-        needy = missing | (pool.references[blocks] > 1) | pool.index.full[blocks]
-        rows, places = rows[needy], places[needy]
+        table = self.table
+        rows, places = self._rows_without_a_place()
         oldest_first = np.argsort(table.order[rows])
         copies: list[tuple[int, int]] = []
         for row, place in zip(rows[oldest_first].tolist(), places[oldest_first].tolist(), strict=True):
             while table.occupied[row] and not self._make_writable(row, place, copies):
                 self.retract(int(table.rows()[-1]))
         return copies
+
+    def _rows_without_a_place(self) -> tuple[np.ndarray, np.ndarray]:
+        """Decoding rows that cannot write their token's key and value yet, and the places of the blocks in question."""
+        table, pool = self.table, self.pool
+        num_pending = table.length - table.computed
+        rows = np.flatnonzero(table.occupied & ~table.waits & (num_pending == 1) & (table.length < table.limit))
+        places = table.computed[rows] // table.page_size
+        blocks = table.blocks[rows, places]
+        missing = places >= table.num_blocks[rows]
+        needy = missing | (pool.references[blocks] > 1) | pool.index.full[blocks]
+        return rows[needy], places[needy]
 
     def _make_writable(self, row: int, place: int, copies: list[tuple[int, int]]) -> bool:
         """Whether the row's block at this place is now its own; False when that needs a block and none is free."""

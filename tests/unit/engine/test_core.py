@@ -59,9 +59,10 @@ def random_requests(rng: random.Random, num_groups: int) -> list[GenerationReque
     chunk=st.integers(1, 40),
     cache_tokens=st.integers(50, 160),
     share=st.booleans(),
+    overlaps=st.booleans(),
 )
 def test_any_batch_gives_what_each_request_gets_alone(
-    seed: int, page_size: int, num_rows: int, chunk: int, cache_tokens: int, share: bool
+    seed: int, page_size: int, num_rows: int, chunk: int, cache_tokens: int, share: bool, overlaps: bool
 ) -> None:
     rng = random.Random(seed)
     requests = random_requests(rng, num_groups=4)
@@ -72,6 +73,7 @@ def test_any_batch_gives_what_each_request_gets_alone(
         engine_max_running_requests=num_rows,
         engine_chunked_prefill_size=chunk,
         engine_disable_radix_cache=not share,
+        overlaps=overlaps,
     )
     late = rng.randrange(len(requests) + 1)
     core.add(requests[:late])
@@ -474,3 +476,49 @@ def churn(core: EngineCore, *, num_requests: int) -> None:
     index = core.scheduler.pool.index
     core.set_version(core.version + 1)
     assert not index.full.any() and not any(block in index for block in range(core.scheduler.pool.num_usable + 1))
+
+
+def test_steps_that_overlap_give_the_same_answers_and_versions() -> None:
+    """Tokens reach the host one step late; what an answer drew after its end is dropped."""
+    requests = [request(i, list(range(2, 5 + i)), 3 + 5 * i, stop_token_ids=(7, 9, 11)) for i in range(5)]
+    plain, late = make_core(MODEL), make_core(MODEL, overlaps=True, engine_max_running_requests=3)
+    plain.add(requests)
+    expected = run_all(plain)
+    late.add(requests)
+    results = late.step() + late.step()
+    late.set_version(1)  # the token that is on its way was drawn with version 0
+    results += run_all(late).values()
+    assert {r.finish_reason for r in results} == {FinishReason.STOP, FinishReason.LENGTH}
+    for result in results:
+        wanted = expected[result.request_id]
+        assert result.output_ids == wanted.output_ids
+        assert result.log_probs == pytest.approx(wanted.log_probs, abs=1e-5)
+        num_old = 2 if result.request_id < 3 else 0
+        assert result.weight_versions == [0] * num_old + [1] * (len(result.output_ids) - num_old)
+    assert_all_free(late)
+
+
+def test_an_abort_keeps_the_token_that_is_on_its_way() -> None:
+    core = make_core(MODEL, overlaps=True)
+    core.add([request(0, [2, 3, 4], 10, ignore_eos=True)])
+    for _ in range(3):
+        core.step()
+    core.abort()
+    (result,) = run_all(core).values()
+    assert result.finish_reason is FinishReason.ABORT
+    assert result.output_ids == reference_answer(MODEL, request(0, [2, 3, 4], 3, ignore_eos=True))[0]
+    assert_all_free(core)
+
+
+def test_damaged_weights_fail_the_request_one_step_late() -> None:
+    model = make_model()
+    core = make_core(model, overlaps=True)
+    core.add([request(0, [2, 3, 4], 10, ignore_eos=True)])
+    core.step()
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    (result,) = run_all(core).values()
+    assert result.finish_reason is FinishReason.ERROR
+    assert result.error is not None and "not finite at token position 4" in result.error
+    assert len(result.output_ids) == 1
+    assert_all_free(core)

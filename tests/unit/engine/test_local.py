@@ -141,7 +141,7 @@ def test_everyone_who_waits_hears_why_the_engine_died(
     def broken(plan: Any) -> Any:
         raise MemoryError("no memory for 12 bytes")
 
-    monkeypatch.setattr(engine._core.runner, "run", broken)
+    monkeypatch.setattr(engine._core.runner, "launch", broken)
 
     async def run() -> list[Any]:
         waiters = [asyncio.create_task(engine.results()) for _ in range(3)]
@@ -166,7 +166,7 @@ def test_finished_answers_survive_the_death_of_the_engine(
     engine.submit([request(0, [2, 3], 2)])
     while engine.stats()["finished"] == 0:
         time.sleep(0.001)
-    monkeypatch.setattr(engine._core.runner, "run", lambda plan: 1 / 0)
+    monkeypatch.setattr(engine._core.runner, "launch", lambda plan: 1 / 0)
     engine.submit([request(1, [2, 3], 2)])
     engine._thread.join(20)
 

@@ -50,7 +50,7 @@ def test_too_small_names_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_large_names_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 100 * token_bytes(SPEC, torch.float32))
-    with pytest.raises(EngineError, match=r"--engine-max-total-tokens 112 .*at most 100 tokens fit"):
+    with pytest.raises(EngineError, match=r"--engine-max-total-tokens: 112 tokens .*at most 100 tokens fit"):
         tokens(EngineConfig(engine_max_total_tokens=112))
 
 
@@ -68,7 +68,7 @@ def test_copies_read_every_source_before_they_write() -> None:
     cache = KvCache(SPEC, num_blocks=4, page_size=2, dtype=torch.float32, device=CPU)
     for block in range(4):
         cache.k_caches[1][:, 2 * block : 2 * block + 2] = block
-    cache.copy_blocks([(1, 2), (2, 3)])
+    cache.copy_blocks(torch.tensor([[1, 2], [2, 3]]))
     assert cache.k_caches[1][0, :, 0].tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
     cache.clear_blocks([2])
     assert cache.k_caches[1][1, :, 5].tolist() == [0, 0, 1, 1, 0, 0, 2, 2]

@@ -49,9 +49,9 @@ def make_model(*, seed: int = 0, **changes: Any) -> Decoder:
     return model
 
 
-def make_core(model: Decoder, *, tokenizer: Any = None, **flags: Any) -> EngineCore:
+def make_core(model: Decoder, *, tokenizer: Any = None, overlaps: bool | None = None, **flags: Any) -> EngineCore:
     config = EngineConfig(**{"engine_page_size": 4, "engine_max_total_tokens": 400, **flags})
-    return EngineCore(model, tokenizer=tokenizer, config=config, device=torch.device("cpu"))
+    return EngineCore(model, tokenizer=tokenizer, config=config, device=torch.device("cpu"), overlaps=overlaps)
 
 
 def request(
