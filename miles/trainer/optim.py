@@ -80,8 +80,7 @@ class Optimizer:
     def clip(self, grad_norm: float) -> None:
         """Scale the gradient, whose norm this is, down to `--clip-grad`."""
         if 0 < self.config.clip_grad < grad_norm:
-            for master in self.masters.values():
-                master.grad.mul_(self.config.clip_grad / grad_norm)
+            torch._foreach_mul_([master.grad for master in self.masters.values()], self.config.clip_grad / grad_norm)
 
     def step(self) -> None:
         """One AdamW update at the scheduled learning rate; 16-bit parameters are derived from their masters."""
@@ -104,9 +103,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _derive_parameters(self) -> None:
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        derived = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
+        if derived:
+            torch._foreach_copy_([self.parameters[name] for name in derived], [self.masters[name] for name in derived])
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

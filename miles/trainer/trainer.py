@@ -30,7 +30,7 @@ from miles.trainer.judge import Judge, Judged
 from miles.trainer.losses import TokenInputs
 from miles.trainer.metrics import gap_metrics, group_metrics, loss_metrics, sample_metrics, token_metrics
 from miles.trainer.optim import MOMENTS, Optimizer
-from miles.trainer.packing import canonical_order, default_max_tokens
+from miles.trainer.packing import canonical_order, default_chunk_size, default_max_tokens
 from miles.trainer.ratios import answer_sums
 from miles.trainer.reduce import make_weights
 from miles.trainer.rewards import sample_advantages
@@ -41,7 +41,8 @@ from miles.types import TrainResult, TrainSample
 logger = get_logger(__name__)
 
 CPU_ACTIVATION_BYTES = 2**30
-GPU_ACTIVATION_SHARE = 0.25  # of the device's memory
+CPU_CHUNK_SIZE = 1024
+GPU_ACTIVATION_SHARE, GPU_LOGITS_SHARE = 0.3, 0.02  # of the device's memory
 
 
 class LocalTrainer:
@@ -76,7 +77,7 @@ class LocalTrainer:
         self.max_tokens = config.batch.max_tokens_per_gpu or self._default_max_tokens()
         # Supervised targets were not drawn at any temperature.
         temperature = config.rollout.rollout_temperature if self.is_policy else 1.0
-        self._scorer = Scorer(temperature, config.batch.log_probs_chunk_size)
+        self._scorer = Scorer(temperature, config.batch.log_probs_chunk_size or self._default_chunk_size())
         self._hooks = load_hooks(config)
         max_gap = config.checks.max_logprob_gap if self.is_policy else 0.0
         self._learner = Learner(model, self.optimizer, self._scorer, self._hooks.loss, algorithm, max_gap)
@@ -162,9 +163,17 @@ class LocalTrainer:
     def _default_max_tokens(self) -> int:
         memory_bytes = CPU_ACTIVATION_BYTES
         if self.device.type == "cuda":
-            memory_bytes = int(GPU_ACTIVATION_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+            memory_bytes = self._share_of_gpu(GPU_ACTIVATION_SHARE)
         itemsize = self.model.head_weight.dtype.itemsize
         return default_max_tokens(self.model.spec, bytes_per_number=itemsize, memory_bytes=memory_bytes)
+
+    def _default_chunk_size(self) -> int:
+        if self.device.type != "cuda":
+            return CPU_CHUNK_SIZE
+        return default_chunk_size(self.model.spec, memory_bytes=self._share_of_gpu(GPU_LOGITS_SHARE))
+
+    def _share_of_gpu(self, share: float) -> int:
+        return int(share * torch.cuda.get_device_properties(self.device).total_memory)
 
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
         spec = self.model.spec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.trainer.packing import canonical_order, default_max_tokens, pack
+from miles.trainer.packing import canonical_order, default_chunk_size, default_max_tokens, pack
 
 
 @given(
@@ -51,4 +51,10 @@ def test_default_budget_falls_with_the_size_of_the_model_and_stays_in_its_limits
     per_layer = 4 * (10 * 1000 + 4 * 2500 + 3 * 64)
     assert budget(4) == 2**30 // (4 * per_layer)
     assert (budget(1), budget(40)) == (13294, 512)
-    assert default_max_tokens(make_model().spec, bytes_per_number=4, memory_bytes=2**40) == 16384
+    assert default_max_tokens(make_model().spec, bytes_per_number=4, memory_bytes=2**40) == 32768
+
+
+def test_default_chunk_holds_the_logits_that_fit(make_model) -> None:
+    spec = dataclasses.replace(make_model().spec, vocab_size=1000)
+    assert default_chunk_size(spec, memory_bytes=4 * 1000 * 2000) == 1792  # in steps of 256
+    assert [default_chunk_size(spec, memory_bytes=size) for size in (1, 2**40)] == [256, 4096]
