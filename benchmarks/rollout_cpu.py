@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="folder that gets the JSON line as a file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    load_before = os.getloadavg()[0]
     measured = measure(args.shape, args.pairs)
     cases = measured["cases"]
     columns = ("answer_tokens", "seconds", "peer_seconds", "ratio", "tokens_per_second", "share_of_limit")
@@ -198,6 +200,7 @@ def main() -> None:
         "threads": args.threads,
         "pairs": args.pairs,
         "peer_batch": PEER_BATCH,
+        "load_average_before": round(load_before, 2),
         **measured,
     }
     if args.write is not None:
