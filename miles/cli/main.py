@@ -19,6 +19,7 @@ COMMANDS = {
     "quickstart": "train a tiny model on this machine in under three minutes, and show what it learned",
     "train": "train a model with reinforcement learning, or on given answers",
     "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
+    "watch": "watch a run from outside and stop it when it is dead; pause it while the GPU is hot",
     "models": "list and fetch models that Miles can turn into a Hugging Face folder",
     "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
 }

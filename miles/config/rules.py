@@ -190,6 +190,12 @@ def _layout(config: RunConfig) -> Iterator[str]:
             yield f"{wish} cannot be obeyed here: {flag.help}, always"
 
 
+def _heat(config: RunConfig) -> Iterator[str]:
+    process = config.process
+    if process.heat_resume >= process.heat_pause:
+        yield f"--heat-resume {process.heat_resume:g} must be below --heat-pause {process.heat_pause:g}"
+
+
 def _names_in_mappings(config: RunConfig) -> Iterator[str]:
     """Keys of a JSON flag that nobody would read, or that the prompts themselves fill in."""
     for phase in config.process.phase_deadlines:
@@ -218,6 +224,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _evaluation,
     _checkpoints,
     _layout,
+    _heat,
     _names_in_mappings,
     _run_folder,
 )

@@ -20,6 +20,7 @@ from miles.config.sections import EngineConfig
 from miles.engine.core import EngineCore
 from miles.errors import EngineError
 from miles.model.decoder import Decoder
+from miles.observe.gate import GATE
 from miles.observe.log import get_logger
 from miles.text.tokenizer import Tokenizer
 from miles.types import GenerationRequest, GenerationResult
@@ -130,6 +131,7 @@ class LocalEngine:
                     commands, self._commands = self._commands, deque()
                 for action, done in commands:
                     self._carry_out(action, done)
+                GATE.wait()
                 self._deliver(self._core.take_ended() if self._paused else self._core.step())
         except Exception as error:  # fault boundary of the thread: everyone who waits gets the reason
             logger.exception("The rollout engine has died")

@@ -34,7 +34,9 @@ from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
 from miles.model.spec import ModelSpec, load_spec
+from miles.observe.gate import GATE
 from miles.observe.heartbeat import Heartbeat
+from miles.observe.heat import guarding, make_sensor
 from miles.observe.log import get_logger
 from miles.observe.metrics import MetricsWriter
 from miles.observe.timers import Timers
@@ -107,7 +109,11 @@ def build(config: RunConfig, folder: RunFolder, context: WorkerContext) -> Itera
             rewards = RewardRunner(config)
             stack.callback(rewards.close)
             rewards.start()
+        sensor = make_sensor(config.process)
         run = _assemble(config, folder, context, rewards, stack)
+        # Left first, so that the engine does not wait at a shut gate for its end.
+        stack.enter_context(guarding(sensor, config.process, folder.path, context.heartbeat))
+        context.on_stop(GATE.ignore)
         context.on_stop(run.interrupt_if_stopping)
         yield run
 

@@ -24,6 +24,7 @@ from miles.loop.placement import Placement
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import Schedule
 from miles.loop.worker import WorkerContext
+from miles.observe.gate import GATE
 from miles.observe.log import get_logger, log_record
 from miles.observe.metrics import MetricsWriter
 from miles.observe.samples import write_samples
@@ -185,6 +186,8 @@ def publish(run: Run) -> None:
 def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
     """Log the records of a finished rollout, write its numbers and its samples."""
     step, reward_key = run.num_done, run.config.reward.reward_key
+    if run.config.process.heat_guard:
+        run.timers.add("paused", GATE.take_seconds())
     seconds = run.timers.take() | result.seconds
     written = {
         **rollout_metrics(groups, reward_key=reward_key),

@@ -4,7 +4,8 @@ Messages are small dicts handed to `send`, one at a time. A worker sends them do
 they go straight to the display. Fields of `kind`:
 
 - `beat`: `phase`, `phase_count` (changes with each new phase), `progress_count` (changes with each sign of progress),
-  `detail`, `step` (-1 before the first) and `num_steps` (None when unknown); every `BEAT_INTERVAL_S`
+  `detail`, `step` (-1 before the first), `num_steps` (None when unknown) and `paused` (it waits on purpose);
+  every `BEAT_INTERVAL_S`
 - `step`: `step`, `num_steps`, `metrics`; once per finished step
 - `error`: `message` (one sentence), `exit_code`, `repairable` (whether a new worker may succeed)
 """
@@ -38,6 +39,7 @@ class Heartbeat:
             "detail": "",
             "step": -1,
             "num_steps": None,
+            "paused": False,
         }
 
     @property
@@ -58,6 +60,10 @@ class Heartbeat:
 
     def set_step(self, step: int, *, num_steps: int | None) -> None:
         self._update(step=step, num_steps=num_steps)
+
+    def set_paused(self, paused: bool) -> None:
+        """While it is paused, the time of a phase does not count."""
+        self._update(paused=paused)
 
     def progress(self, detail: str = "") -> None:
         """A sign of life from inside a phase, such as `120 of 256 answers`. Costs no system call."""

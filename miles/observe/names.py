@@ -123,6 +123,7 @@ _PERF_PHASES = {
     "eval": "evaluating",
     "save_model": "saving a checkpoint",
     "export_hf": "exporting a Hugging Face folder",
+    "paused": "pauses for heat, which are part of the other times",
     "step": "waiting and training: the whole step",
 }
 

@@ -31,6 +31,7 @@ class Watchdog:
         self._clock = 0.0
         self._last_beat = self._phase_start = self._last_progress = 0.0
         self._counts = (0, 0)
+        self._paused = False
         self.phase = "start"
         self.detail = ""
         self.step = -1
@@ -49,12 +50,17 @@ class Watchdog:
         if counts != self._counts:
             self._last_progress = self._clock
         self._counts = counts
+        self._paused = message["paused"]
         self.phase, self.detail = message["phase"], message["detail"]
         self.step, self.num_steps = message["step"], message["num_steps"]
 
     def tick(self, now: float) -> str | None:
         """Move the clock on. Returns what is wrong, as the end of the sentence `the worker ...`, or None."""
-        self._clock += min(max(now - self._last_tick, 0.0), MAX_TICK_S)
+        passed_s = min(max(now - self._last_tick, 0.0), MAX_TICK_S)
+        self._clock += passed_s
+        if self._paused:
+            self._phase_start += passed_s
+            self._last_progress += passed_s
         self._last_tick = now
         silence_s = self._clock - self._last_beat
         limit_s = self._heartbeat_timeout_s

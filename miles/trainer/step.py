@@ -18,6 +18,7 @@ from torch import Tensor
 from miles.config.sections import AlgorithmConfig
 from miles.errors import TrainError
 from miles.model.decoder import Decoder
+from miles.observe.gate import GATE
 from miles.trainer.batch import MicroBatch, TokenBatch, in_flat_order, micro_batches, name_samples
 from miles.trainer.checks import check_gap
 from miles.trainer.forward import Scorer
@@ -74,6 +75,7 @@ class Learner:
 
     def accumulate(self, micro_batch: MicroBatch, work: StepWork) -> dict[str, Tensor]:
         """Score a micro-batch, and add its gradient to the parameters' if it learns."""
+        GATE.wait()
         places_R = micro_batch.places_R
         with torch.set_grad_enabled(micro_batch.learns):
             inputs = work.inputs.take(places_R, micro_batch.lengths_S)

@@ -49,10 +49,12 @@ HOMES = {
 TORCH_FREE = (
     *("types.py", "errors.py", "plugins.py", "__init__.py", "__main__.py"),
     *("config/", "observe/", "cli/", "report/", "text/", "data/", "rollout/rm_hub/", "loop/supervisor.py"),
+    *("loop/recover.py", "loop/watch.py", "loop/release.py"),
 )
 TORCH_FREE_EXCEPT = ("observe/gpu.py",)
 
-OPTIONAL_IMPORTS = ("observe/trackers.py", "loop/on_ray.py")  # they guard a dependency that may be missing
+# They guard a dependency that may be missing.
+OPTIONAL_IMPORTS = ("observe/trackers.py", "observe/heat.py", "loop/on_ray.py")
 
 # Where a broad except may stand, as file::function: each turns what it catches into a counted or reported failure.
 FAULT_BOUNDARIES = {

@@ -63,9 +63,13 @@ def flags(settings: dict[str, Any]) -> list[str]:
 
 
 def run_fork(
-    folder: Path, settings: dict[str, Any], *, each_step: Callable[[Run], None] | None = None, command: str = "train"
+    folder: Path,
+    settings: dict[str, Any],
+    *,
+    each_step: Callable[[Run], None] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Ended:
-    """Run the command to its end. `each_step` is called with the run at the start of every rollout."""
+    """Run to the end. `before` is called first, and `each_step` with the run at the start of every rollout."""
     output = folder / "output.txt"
     child = os.fork()
     if child == 0:
@@ -77,7 +81,9 @@ def run_fork(
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             _call_first(each_step)
-            code = main([command, *flags(settings), "--in-process"])
+            if before is not None:
+                before()
+            code = main(["train", *flags(settings), "--in-process"])
         except BaseException:
             traceback.print_exc()
         finally:

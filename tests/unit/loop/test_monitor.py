@@ -59,7 +59,15 @@ def test_the_last_error_is_kept(monitor, line, error):
 
 
 def test_messages_reach_watchdog_display_and_conclusion(monitor, screen):
-    beat = {"phase": "train", "phase_count": 1, "progress_count": 1, "detail": "2 of 4", "step": 3, "num_steps": 9}
+    beat = {
+        "paused": False,
+        "phase": "train",
+        "phase_count": 1,
+        "progress_count": 1,
+        "detail": "2 of 4",
+        "step": 3,
+        "num_steps": 9,
+    }
     monitor.message({"kind": "beat", **beat})
     monitor.message({"kind": "step", "step": 3, "num_steps": 9, "metrics": {}})
     monitor.message({"kind": "error", "message": "no more", "exit_code": 2, "repairable": False})

@@ -10,6 +10,7 @@ class Run:
         self.message = {
             "phase": "generate",
             "phase_count": 1,
+            "paused": False,
             "progress_count": 1,
             "detail": "",
             "step": 2,
@@ -74,6 +75,16 @@ def test_a_paused_container_and_a_clock_jump_are_no_hang():
         run.now += jump_s
         assert run.watchdog.tick(run.now) is None
     assert run.go(2) is None
+
+
+def test_a_pause_does_not_count_against_a_phase():
+    run = Run(generate=20.0)
+    run.go(15)
+    run.message["paused"] = True
+    assert run.go(100) is None
+    run.message["paused"] = False
+    verdict, after_s = run.go(60)
+    assert "20 s" in verdict and 4 < after_s < 6.5
 
 
 def test_where():

@@ -1,0 +1,98 @@
+"""The flags of the run folder, the checkpoints and the processes: what may differ each time a run is resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, flag
+
+
+@dataclass(frozen=True)
+class RunDirConfig:
+    """Run folder and checkpoints"""
+
+    runs_dir: str = flag("runs", "folder that holds the run folders", resume=True)
+    run_name: str | None = flag(
+        None, "name of the run folder; default: made from model, data and settings", resume=True
+    )
+    save: str | None = flag(None, "checkpoint folder; default: checkpoints/ in the run folder", resume=True)
+    save_interval: int | None = flag(
+        None,
+        "rollouts between checkpoints; the last one is always saved",
+        unit="rollouts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    async_save: bool = flag(False, "write checkpoints while training goes on, from a copy in memory", resume=True)
+    save_keep_last: int | None = flag(
+        None,
+        "keep this many of the latest checkpoints; default: all",
+        unit="checkpoints",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    save_keep_best: int | None = flag(
+        None,
+        "keep this many of those with the best evaluation (mean of the sets), besides the latest",
+        unit="checkpoints",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    save_trigger_sentinel: str | None = flag(
+        None,
+        "a checkpoint is saved after the step in which this file appears; default: save_now in the run folder "
+        "(SIGUSR2 to `miles train` does the same)",
+        resume=True,
+    )
+    load: str | None = flag(None, "folder of checkpoints to resume from; default: the one of --save", resume=True)
+    save_hf: str | None = flag(None, "also export the final weights as a Hugging Face folder", resume=True)
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Processes"""
+
+    in_process: bool = flag(False, "run the worker in this process, for debugging and notebooks", resume=True)
+    use_fault_tolerance: bool = flag(
+        False, "start a worker again that died or hangs, from the last completed step", resume=True
+    )
+    max_restarts: int = flag(
+        3, "restarts without a newly finished step in between", unit="restarts", bounds=AT_LEAST_ONE, resume=True
+    )
+    restart_backoff: float = flag(
+        1.0,
+        "wait before the first restart; each further one in a row waits twice as long",
+        unit="s",
+        bounds=NOT_NEGATIVE,
+        resume=True,
+    )
+    restart_save_interval: int = flag(
+        1,
+        "with --use-fault-tolerance: rollouts between the checkpoints to restart from; only the latest is kept",
+        unit="rollouts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    heat_guard: bool = flag(
+        False, "wait between decode steps and micro-batches while the GPU is hot (pauses.jsonl)", resume=True
+    )
+    heat_pause: float = flag(84.0, "temperature at which --heat-guard pauses", unit="C", bounds=ABOVE_ZERO, resume=True)
+    heat_resume: float = flag(
+        74.0,
+        "temperature at which it goes on, after 45 s at least; after 120 s it goes on in any case",
+        unit="C",
+        bounds=ABOVE_ZERO,
+        resume=True,
+    )
+    heartbeat_timeout: float = flag(
+        5.0, "a worker that is silent for longer counts as hung", unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    phase_deadlines: dict[str, float] = flag(
+        {}, 'longest time of a phase in seconds, as JSON: {"rollout": 600}', unit="s", bounds=ABOVE_ZERO, resume=True
+    )
+    progress: str = flag(
+        "auto",
+        "progress display; auto: a live one on a terminal, else plain lines",
+        choices=("auto", "live", "plain", "off"),
+        resume=True,
+    )
