@@ -114,12 +114,6 @@ def _sampling_for_training(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _reference(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if config.model.ref_load is not None and not algorithm.use_kl_loss and algorithm.kl_coef == 0:
-        yield f"--ref-load {config.model.ref_load} would be ignored: add --use-kl-loss or --kl-coef, or leave it out"
-
-
 def _batches(config: RunConfig) -> Iterator[str]:
     batch, total = config.batch, samples_per_rollout(config)
     if total < 1:
@@ -216,7 +210,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _required,
     _bounds,
     _sampling,
-    _reference,
     _batches,
     _reward,
     loss_violations,

@@ -74,7 +74,6 @@ def test_good_settings_have_no_violation():
         ({"eval_prompt_data": ("a", "x")}, "--eval-prompt-data needs --eval-interval"),
         ({"save_interval": 0}, "--save-interval must be at least 1, not 0"),
         ({"phase_deadlines": {"rollout": 0.0}}, "--phase-deadlines must be above 0, not 0.0"),
-        ({"ref_load": "models/ref"}, "--ref-load models/ref would be ignored: add --use-kl-loss or --kl-coef"),
         ({"phase_deadlines": {"trian": 5.0}}, "there is no phase 'trian' (did you mean train?); there are start, load"),
         ({"apply_chat_template_kwargs": {"tokenize": True}}, "--apply-chat-template-kwargs cannot set 'tokenize'"),
         ({"rollout_stop_token_ids": (3, -4)}, "--rollout-stop-token-ids must be at least 0, not -4"),
