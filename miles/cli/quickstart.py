@@ -14,6 +14,7 @@ from rich.console import Console
 from miles.cli.train import start
 from miles.config.parse import parse_train
 from miles.config.sections import RunConfig
+from miles.errors import StorageError
 from miles.quickstart.show import Outcome, read_outcome, show
 from miles.quickstart.task import write_task
 
@@ -28,9 +29,9 @@ def run(argv: list[str]) -> int:
     if own.help:
         _own_parser().print_help()
         return 0
-    data = Path(own.runs_dir) / "quickstart-data"
-    data.mkdir(parents=True, exist_ok=True)
-    training, held_out = write_task(data, num_held_out=NUM_HELD_OUT)
+    training, held_out = _write_data(Path(own.runs_dir))
+    if own.json is not None:
+        _check_writable(Path(own.json))
     preset = _preset(training, held_out, seed=own.seed, runs_dir=Path(own.runs_dir))
     parsed = parse_train(flags, command="quickstart", preset=preset, preset_name="quickstart")
     # With its name, the command resumes this run instead of starting another.
@@ -58,6 +59,27 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write the outcome and the held-out answers as JSON")
     parser.add_argument("--runs-dir", default="runs", help="folder that holds the run folders (default runs)")
     return parser
+
+
+def _write_data(runs_dir: Path) -> tuple[Path, Path]:
+    data = runs_dir / "quickstart-data"
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        return write_task(data, num_held_out=NUM_HELD_OUT)
+    except OSError as error:
+        raise StorageError(
+            f"--runs-dir {runs_dir}: cannot write {data}: {error.strerror}; make room or get the rights there, or "
+            "choose another folder"
+        ) from error
+
+
+def _check_writable(path: Path) -> None:
+    """The outcome is written when the run has ended: too late to find out that it cannot be."""
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise StorageError(f"--json {path}: cannot be written: {error.strerror}; choose another file") from error
 
 
 def _free_name(runs_dir: Path) -> str:

@@ -40,7 +40,8 @@ def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *,
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), temporary)
+        with open(temporary, "wb") as file:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), file)
         temporary.replace(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot write the samples: {error}; free space and resume the run") from error
