@@ -31,9 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     _open_streams()
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except MilesError as error:
         print(error_text(error), file=sys.stderr)
         return error.exit_code
@@ -42,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe such as `miles train --help | head` has left; nothing more can be printed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        _end_output()
 
 
 def _open_streams() -> None:
@@ -61,10 +60,18 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _end_output() -> None:
+    """Print what is left, here, where a terminal that has gone away changes no exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _dispatch(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h", "help"):
-        print(_help(), end="")
+        print(_help(), end="", flush=True)
         return 0
     if name in ("--version", "-V"):
         print(f"miles {__version__}")

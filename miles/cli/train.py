@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
 def start(parsed: Parsed, *, command: Sequence[str]) -> int:
     """Explain or run these settings; `command` is what the user typed, shown again as the way to resume."""
     if parsed.explain:
-        print(explain_text(parsed), end="")
+        print(explain_text(parsed), end="", flush=True)
         return 0
     config = parsed.config
     folder = open_run_folder(config, command=command)

@@ -148,6 +148,10 @@ def evaluate_if_due(run: Run) -> None:
     write_samples(samples, outcome.samples, reward_key=run.config.reward.reward_key)
     run.evaluated_at = run.num_done
     run.score = fmean(outcome.metrics[f"eval/{name}"] for name in outcome.samples)
+    if run.engine is not None:
+        # Keys and values of shared prompts would be reused: equal to the last bits only, so an evaluation, or a resume
+        # without it, would change training.
+        run.engine.set_version(run.version)
 
 
 def generate(run: Run) -> list[list[Sample]]:

@@ -44,7 +44,10 @@ def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *,
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), file)
         temporary.replace(path)
     except OSError as error:
-        raise StorageError(f"{path}: cannot write the samples: {error}; free space and resume the run") from error
+        raise StorageError(
+            f"{path}: cannot write the samples: {error.strerror or error}; make room or get the rights there, then "
+            "resume the run"
+        ) from error
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Miles, Server
+
+
+@pytest.fixture(scope="session")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def miles(server, tmp_path) -> Miles:
+    return Miles(server, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole_run(server, tmp_path_factory) -> Path:
+    """The folder of a run of 4 rollouts that nothing interrupts; not to be changed."""
+    miles = Miles(server, tmp_path_factory.mktemp("whole"))
+    ended = miles.train()
+    assert ended.code == 0, ended.err
+    return miles.run

@@ -1,0 +1,75 @@
+"""Custom rewards for whole runs: cheap, and with differences between the answers of an untrained model."""
+
+import asyncio
+import os
+import time
+
+
+def digits(args, sample):
+    """Share of the answer's characters that are digits, and a bonus for the right sum. Slow while a file `slow` is
+    in the working directory, so that a test can catch a run in a step."""
+    if os.path.exists("slow"):
+        time.sleep(0.05)
+    text = sample.response or " "
+    return sum(letter.isdigit() for letter in text) / len(text) + (str(sample.label) in text)
+
+
+async def digits_async(args, sample):
+    await asyncio.sleep(0)
+    return digits(args, sample)
+
+
+def digits_in_a_dict(args, sample):
+    return {"score": digits(args, sample), "other": 1}
+
+
+def digits_of_a_group(args, samples):
+    return [digits(args, sample) for sample in samples]
+
+
+def raises(args, sample):
+    raise KeyError("no such thing")
+
+
+def none(args, sample):
+    return None
+
+
+def nan(args, sample):
+    return float("nan")
+
+
+def string(args, sample):
+    return "0.5"
+
+
+def hangs(args, sample):
+    time.sleep(600)
+
+
+async def hangs_async(args, sample):
+    await asyncio.sleep(600)
+
+
+# The probe and the first rollout are scored well; then these misbehave.
+FIRST_BAD_SAMPLE = 12
+
+
+def late_raises(args, sample):
+    return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else raises(args, sample)
+
+
+def late_none(args, sample):
+    return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else None
+
+
+async def late_nan_async(args, sample):
+    return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else float("nan")
+
+
+def late_hangs(args, sample):
+    return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else hangs(args, sample)
+
+
+async def late_hangs_async(args, sample):
+    return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else await hangs_async(args, sample)
