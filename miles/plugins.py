@@ -102,6 +102,9 @@ def _is_own_frame(filename: str) -> bool:
     return filename == __file__ or filename.startswith("<frozen importlib") or filename == importlib.__file__
 
 
+_STUCK_S = 0.5  # a thread that does nothing for so long after a time-out is left to itself
+
+
 class HookTimeoutError(Exception):
     """A hook ran for longer than it may."""
 
@@ -110,52 +113,90 @@ class HookThread:
     """A thread with its own event loop for functions of the user, plain or async.
 
     A hook that never returns, or an async one that blocks, holds up this thread only: the caller's time-out still
-    fires. Plain functions run one at a time, as their authors expect; async ones interleave.
+    fires, and calls that wait behind it go on in a new thread. Plain functions run one at a time, as their authors
+    expect; async ones interleave. Callers share one event loop.
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._name = name
+        self._queued: dict[asyncio.Event, None] = {}  # of calls that wait for their turn, in order
+        self._loop = self._start()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
         # a daemon: one hanging hook must not keep the process from ending
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        threading.Thread(target=loop.run_forever, name=self._name, daemon=True).start()
+        return loop
 
     async def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
         """The result of the function. Raises what it raises, or `HookTimeoutError` when it runs for longer than
         `timeout_s`; time spent waiting for other calls of this thread does not count."""
-        caller = asyncio.get_running_loop()
-        started = asyncio.Event()
-        outcome: asyncio.Future[Any] = caller.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if outcome.done():
-                return
-            if error is None:
-                outcome.set_result(value)
-            else:
-                outcome.set_exception(error)
-
-        async def invoke() -> None:
-            caller.call_soon_threadsafe(started.set)
+        while True:
+            loop = self._loop
+            call = _HookCall(function, arguments, is_wanted=lambda: self._loop is loop)  # noqa: B023
+            running = asyncio.run_coroutine_threadsafe(call.run(), loop)
+            self._queued[call.turn] = None
             try:
-                value = function(*arguments)
-                value = await value if inspect.isawaitable(value) else value
-            except Exception as error:  # not caught here: the caller raises it
-                caller.call_soon_threadsafe(settle, None, error)
-            except SystemExit as error:
-                exited = RuntimeError(f"it called sys.exit({error.code})").with_traceback(error.__traceback__)
-                caller.call_soon_threadsafe(settle, None, exited)
-            else:
-                # at once, and not through this loop, which may have to run other plain functions first
-                caller.call_soon_threadsafe(settle, value, None)
+                await call.turn.wait()
+                if call.has_begun:
+                    done, _ = await asyncio.wait([call.outcome], timeout=timeout_s)
+                    if done:
+                        return call.outcome.result()
+                    await self._leave_if_stuck(loop)
+                    raise HookTimeoutError
+            finally:
+                self._queued.pop(call.turn, None)
+                running.cancel()
 
-        running = asyncio.run_coroutine_threadsafe(invoke(), self._loop)
-        try:
-            await started.wait()
-            done, _ = await asyncio.wait([outcome], timeout=timeout_s)
-            if not done:
-                raise HookTimeoutError
-            return outcome.result()
-        finally:
-            running.cancel()
+    async def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Leave a blocked thread to itself, and let the calls behind it start again in a new one."""
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        answered, _ = await asyncio.wait([answer], timeout=_STUCK_S)
+        if not answered and self._loop is loop:
+            self._loop = self._start()
+            for turn in self._queued:
+                turn.set()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class _HookCall:
+    """One call: made in the caller's event loop, run in the thread of the hooks."""
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._function, self._arguments, self._is_wanted = function, arguments, is_wanted
+        self._caller = asyncio.get_running_loop()
+        self.turn = asyncio.Event()
+        self.outcome: asyncio.Future[Any] = self._caller.create_future()
+        self.has_begun = False
+
+    async def run(self) -> None:
+        if not self._is_wanted():
+            return
+        self.has_begun = True
+        self._caller.call_soon_threadsafe(self.turn.set)
+        try:
+            value = self._function(*self._arguments)
+            value = await value if inspect.isawaitable(value) else value
+        except Exception as error:  # not caught here: the caller raises it
+            self._settle(None, error)
+        except SystemExit as error:
+            exited = RuntimeError(f"it called sys.exit({error.code})").with_traceback(error.__traceback__)
+            self._settle(None, exited)
+        else:
+            # at once, and not through this loop, which may have to run other plain functions first
+            self._settle(value, None)
+
+    def _settle(self, value: Any, error: Exception | None) -> None:
+        def settle() -> None:
+            if self.outcome.done():
+                return
+            if error is None:
+                self.outcome.set_result(value)
+            else:
+                self.outcome.set_exception(error)
+
+        self._caller.call_soon_threadsafe(settle)

@@ -59,7 +59,7 @@ OPTIONAL_IMPORTS = ("observe/trackers.py", "observe/heat.py", "loop/on_ray.py")
 # Where a broad except may stand, as file::function: each turns what it catches into a counted or reported failure.
 FAULT_BOUNDARIES = {
     "plugins.py::_import_module",
-    "plugins.py::invoke",
+    "plugins.py::run",
     "text/tokenizer.py::load_tokenizer",
     "loop/worker.py::run_guarded",
     "checkpoint/background.py::_run",

@@ -102,7 +102,7 @@ class Running:
         if status is None:
             os.killpg(self.pid, signal.SIGKILL)
             raise AssertionError(f"still running after {timeout_s} s; its output:\n{self._read('.out')}")
-        left = [process for process in psutil.process_iter() if session_of(process) == self.pid]
+        left = [psutil.Process(pid) for pid in psutil.pids() if session_of(pid) == self.pid]
         # A child that outlives its parent by a moment is on its way out.
         _, left = psutil.wait_procs(left, timeout=5)
         assert not left, f"left behind: {left}"
@@ -112,10 +112,10 @@ class Running:
         return self.files.with_name(self.files.name + ending).read_text(errors="replace")
 
 
-def session_of(process: psutil.Process) -> int | None:
+def session_of(pid: int) -> int | None:
     try:
-        return None if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
-    except (psutil.NoSuchProcess, ProcessLookupError):
+        return os.getsid(pid)
+    except ProcessLookupError:
         return None
 
 

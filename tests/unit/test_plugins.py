@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -109,6 +110,35 @@ def test_a_hanging_hook_times_out_and_leaves_the_caller_free(kind: str) -> None:
 
     hooks = HookThread("test")
     assert asyncio.run(run()) >= 3
+    hooks.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_calls_behind_a_hanging_hook_go_on_in_another_thread(kind: str) -> None:
+    called = []
+
+    def plain(x: int) -> int:
+        called.append(x)
+        if x == 1:
+            threading.Event().wait()
+        return x
+
+    async def blocking(x: int) -> int:
+        await asyncio.sleep(0)
+        return plain(x)
+
+    async def run() -> list[int | BaseException]:
+        function = plain if kind == "plain" else blocking
+        calls = [hooks.call(function, x, timeout_s=0.2) for x in range(4)]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=20)
+
+    hooks = HookThread("test")
+    zero, one, *others = asyncio.run(run())
+    assert zero == 0
+    assert isinstance(one, HookTimeoutError)
+    if kind == "plain":
+        assert others == [2, 3]
+        assert called == [0, 1, 2, 3], "each was called once"
     hooks.close()
 
 
