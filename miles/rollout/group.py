@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class WrittenGroup:
     failed: list[Sample]
     aborted: list[Sample]
     reasons: list[str]  # of the failures
+    answered_at: float  # `time.perf_counter()` when its last answer was written
 
 
 async def write_group(samples: list[Sample], *, generate: Generate, score: ScoreGroup) -> WrittenGroup:
@@ -29,6 +31,7 @@ async def write_group(samples: list[Sample], *, generate: Generate, score: Score
     The group is scored as soon as its last answer is there, while other groups are still being written.
     """
     results = await asyncio.gather(*(generate(sample) for sample in samples))
+    answered_at = time.perf_counter()
     reasons = [
         f"sample {sample.index}: {result.error or 'no reason given'}"
         for sample, result in zip(samples, results, strict=True)
@@ -42,4 +45,5 @@ async def write_group(samples: list[Sample], *, generate: Generate, score: Score
         failed=[s for s in samples if s.status is SampleStatus.FAILED],
         aborted=[s for s in samples if s.status is SampleStatus.ABORTED],
         reasons=reasons,
+        answered_at=answered_at,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -25,7 +26,7 @@ Progress = Callable[[int, int], None]  # groups finished, groups in all
 class Producer:
     """Writes and scores rollouts. All requests of a rollout reach the engine in one submit, in the order of the data.
 
-    `counts` has the `rollout/num_failed` and `rollout/num_aborted` of the last rollout.
+    `counts` has the `rollout/num_failed`, `rollout/num_aborted` and `perf/reward_time` of the last rollout.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Producer:
         )
         check_failures(written, what=f"rollout {rollout_id}")
         self.counts = {
+            "perf/reward_time": time.perf_counter() - max(group.answered_at for group in written),
             "rollout/num_failed": float(sum(len(group.failed) for group in written)),
             "rollout/num_aborted": float(sum(len(group.aborted) for group in written)),
         }

@@ -84,6 +84,7 @@ def test_a_failed_answer_is_counted_and_its_group_goes_on_without_it(caplog: pyt
     producer = make_producer(generator)
     groups = asyncio.run(producer.collect(0))
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2], [4, 5]]
+    assert producer.counts.pop("perf/reward_time") >= 0.0
     assert producer.counts == {"rollout/num_failed": 1.0, "rollout/num_aborted": 0.0}
     assert "rollout 0: 1 of 6 answers failed: sample 3: cache too small" in caplog.text
 
