@@ -177,6 +177,8 @@ def _assemble(
         timers=Timers(on_phase=heartbeat.set_phase),
         runner=stack.enter_context(asyncio.Runner()),
     )
+    if rewards is not None:
+        stack.callback(lambda: run.runner.run(rewards.disconnect()))
     restore(run, loaded)
     return run
 
