@@ -16,7 +16,7 @@ from miles.engine.request import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rows of one step: first the decoding ones, by growing length, then prompt chunks.
+    """Rows of one step: first the decoding ones, by length, then prompt chunks.
 
     `copies` are (source, target) blocks to copy before anything is written. `drawn_rows_R` get a token each, from the
     logits of packed token `drawn_from_R`; a row that waited for the same prompt draws from its leader's logits.

@@ -65,15 +65,16 @@ class EngineCore:
         num_rows = config.engine_max_running_requests or _DEFAULT_ROWS[device.type]
         self.num_cache_tokens = cache_tokens(spec, config, num_rows=num_rows, dtype=dtype, device=device)
         num_blocks = self.num_cache_tokens // page_size + 1
+        has_kernels = device.type == "cuda" and spec.head_dim in HEAD_SIZES
         self.table = RequestTable(num_rows=num_rows, page_size=page_size)
         self.scheduler = Scheduler(
             table=self.table,
             pool=BlockPool(num_blocks=num_blocks, index=PrefixIndex(num_blocks=num_blocks, page_size=page_size)),
             prefill_tokens=config.engine_chunked_prefill_size or _DEFAULT_PREFILL_TOKENS[device.type],
             share_prompts=not config.engine_disable_radix_cache,
+            longest_first=has_kernels,
         )
         self.cache = KvCache(spec, num_blocks=num_blocks, page_size=page_size, dtype=dtype, device=device)
-        has_kernels = device.type == "cuda" and spec.head_dim in HEAD_SIZES
         self.runner = Runner(
             model,
             table=self.table,
@@ -105,7 +106,7 @@ class EngineCore:
 
     def step(self) -> list[GenerationResult]:
         """Compute one token for every running request; the results that this (or an abort before) ended."""
-        if self.scheduler.must_retract:
+        if self._flight is not None and self.scheduler.must_retract:
             self._land()
         plan = self.scheduler.schedule()
         flight = None if plan is None else self._launch(plan)

@@ -19,14 +19,14 @@ from torch import Tensor
 from miles.engine.batch import Plan
 from miles.engine.memory import KvCache
 from miles.engine.request import UNKNOWN, RequestTable
-from miles.engine.sampler import draw_rows
+from miles.engine.sampler import draw_rows, next_seeds
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
 from miles.ops.matmul import project_float32
 from miles.ops.paged_attention import PagedView
 
 # Rows of the block of inputs, 64 bits each.
-_IDS, _POSITIONS, _SLOTS, _ROWS, _KEYS, _CONTEXTS, _TEMPERATURES, _GREEDY, _NUM_INPUTS = range(9)
+_IDS, _POSITIONS, _SLOTS, _ROWS, _SEEDS, _CONTEXTS, _TEMPERATURES, _GREEDY, _NUM_INPUTS = range(9)
 
 
 def size_class(num_rows: int) -> int:
@@ -78,18 +78,20 @@ class DecodeGraphs:
 
     def draw(self, plan: Plan) -> Tensor:
         """Token, bits of its log-prob and whether the logits were finite, int32, for each row of the plan: 3 x R."""
-        return self._run(plan, self._draw)[:, : len(plan.rows_B)]
+        return self._run(plan, draws=True)[:, : len(plan.rows_B)]
 
     def logits(self, plan: Plan) -> Tensor:
-        return self._run(plan, self._logits)[: len(plan.rows_B)]
+        """Float32 logits of each row of the plan, R x V."""
+        return self._run(plan, draws=False)[: len(plan.rows_B)]
 
-    def _run(self, plan: Plan, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        key = (size_class(len(plan.rows_B)), compute == self._draw)
+    def _run(self, plan: Plan, *, draws: bool) -> Tensor:
+        table, rows_R, num_rows = self._table, plan.rows_B, len(plan.rows_B)
+        filled = self._padding(size_class(num_rows))
+        key = (filled.shape[1], draws)
         if key not in self._graphs:
-            inputs = self._upload(self._padding(key[0]))
-            self._graphs[key] = Graph(compute, inputs, self._stream, self._pool)
-        graph, table, rows_R = self._graphs[key], self._table, plan.rows_B
-        filled, num_rows = self._padding(key[0]), len(rows_R)
+            compute = self._draw if draws else self._logits
+            self._graphs[key] = Graph(compute, self._upload(filled), self._stream, self._pool)
+        graph = self._graphs[key]
         places_R = table.computed[rows_R]
         num_blocks = int(places_R.max()) // table.page_size + 1
         blocks_RP = table.blocks[rows_R, :num_blocks]
@@ -98,7 +100,7 @@ class DecodeGraphs:
         filled[_POSITIONS, :num_rows] = places_R
         filled[_SLOTS, :num_rows] = last_block_R * table.page_size + places_R % table.page_size
         filled[_ROWS, :num_rows] = rows_R
-        filled[_KEYS, :num_rows] = table.key[rows_R]
+        filled[_SEEDS, :num_rows] = next_seeds(table, rows_R)
         filled[_CONTEXTS, :num_rows] = places_R + 1
         filled[_TEMPERATURES].view(np.float64)[:num_rows] = table.temperature[rows_R]
         filled[_GREEDY, :num_rows] = table.greedy[rows_R]
@@ -133,8 +135,7 @@ class DecodeGraphs:
         return draw_rows(
             self._logits(inputs),
             rows_R=inputs[_ROWS],
-            keys_R=inputs[_KEYS],
-            lengths_R=inputs[_POSITIONS] + 1,
+            seeds_R=inputs[_SEEDS],
             temperature_R=inputs.view(torch.float64)[_TEMPERATURES].to(torch.float32),
             greedy_R=inputs[_GREEDY] != 0,
             last_tokens=self._last_tokens,

@@ -77,8 +77,7 @@ Upload = Callable[[np.ndarray], Tensor]
 def draw(logits_RV: Tensor, table: RequestTable, rows_R: np.ndarray, upload: Upload) -> Drawn:
     """Draw a token for each row of the table from its logits (float32, overwritten), and wait for it."""
     greedy_R, temperature_R, cut_R = table.greedy[rows_R], table.temperature[rows_R], table.cut[rows_R]
-    # the noise of a token depends on its place in the whole text, so a continued answer goes on with the same draws
-    seeds_R2 = None if greedy_R.all() else row_seeds(upload(table.key[rows_R]), upload(table.length[rows_R]))
+    seeds_R2 = None if greedy_R.all() else upload(next_seeds(table, rows_R)).unsqueeze(1).view(torch.int32)
     drawn = sample(
         logits_RV,
         seeds_R2=seeds_R2,
@@ -102,20 +101,25 @@ def draw_on_device(
     return draw_rows(
         logits_RV,
         rows_R=upload(rows_R),
-        keys_R=upload(table.key[rows_R]),
-        lengths_R=upload(table.length[rows_R]),
+        seeds_R=upload(next_seeds(table, rows_R)),
         temperature_R=upload(table.temperature[rows_R]),
         greedy_R=upload(table.greedy[rows_R]),
         last_tokens=last_tokens,
     )
 
 
+def next_seeds(table: RequestTable, rows_R: np.ndarray) -> np.ndarray:
+    """64 bits for the next draw of each row. They depend on its place in the whole text, so a continued answer goes on
+    with the same draws. Worked out on the host: a dozen kernels for so few numbers would cost more."""
+    keys_R, lengths_R = torch.from_numpy(table.key[rows_R]), torch.from_numpy(table.length[rows_R])
+    return row_seeds(keys_R, lengths_R).view(torch.int64).squeeze(1).numpy()
+
+
 def draw_rows(
     logits_RV: Tensor,
     *,
     rows_R: Tensor,
-    keys_R: Tensor,
-    lengths_R: Tensor,
+    seeds_R: Tensor,
     temperature_R: Tensor,
     greedy_R: Tensor,
     last_tokens: Tensor,
@@ -124,7 +128,7 @@ def draw_rows(
     Tokens also go to `last_tokens[rows_R]`."""
     drawn = sample(
         logits_RV,
-        seeds_R2=row_seeds(keys_R, lengths_R),
+        seeds_R2=seeds_R.unsqueeze(1).view(torch.int32),
         temperature_R=temperature_R,
         greedy_R=greedy_R,
         needs_tempered=False,

@@ -19,13 +19,23 @@ class Scheduler:
     block is copied when one of them has to write into it.
     """
 
-    def __init__(self, *, table: RequestTable, pool: BlockPool, prefill_tokens: int, share_prompts: bool) -> None:
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        pool: BlockPool,
+        prefill_tokens: int,
+        share_prompts: bool,
+        longest_first: bool = False,
+    ) -> None:
         self.table, self.pool = table, pool
         self.waiting: deque[LiveRequest] = deque()
         self.num_retractions = 0
         self.version = 0
         self._prefill_tokens = prefill_tokens
         self._share_prompts = share_prompts
+        # A GPU should start with the most work; the plain attention of a CPU wants neighbours by growing length.
+        self._length_sign = -1 if longest_first else 1
         self._leaders: dict[bytes, int] = {}
         self._followers: dict[int, list[int]] = {}
 
@@ -37,7 +47,7 @@ class Scheduler:
         rows = np.flatnonzero(table.occupied & ~table.waits & (table.length < table.limit))
         num_pending = table.length[rows] - table.computed[rows]
         decoding = rows[num_pending == 1]
-        decoding = decoding[np.argsort(table.length[decoding], kind="stable")]
+        decoding = decoding[np.argsort(self._length_sign * table.length[decoding], kind="stable")]
         chunks = self._chunks(rows[num_pending > 1])
         if not len(decoding) and not chunks:
             return None

@@ -8,7 +8,7 @@ T: tokens fed to the decoder; R: trained tokens; S: samples.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,18 +97,17 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
     lengths_S = torch.tensor([len(target.ids) for target in targets], dtype=torch.int64, device=device)
     if samples and all(sample.rollout_log_probs is None for sample in samples):
         return TokenBatch(list(samples), targets, lengths_S, None)
-    rollout_log_probs: list[float] = []
+    rollout_log_probs: list[np.ndarray] = []
     broken: list[int] = []
     for sample in samples:
-        trained = _trained(sample, sample.rollout_log_probs, "log-probs")
-        rollout_log_probs += trained
-        if not all(map(math.isfinite, trained)):
+        rollout_log_probs.append(np.array(_trained(sample, sample.rollout_log_probs, "log-probs"), dtype=np.float32))
+        if not np.isfinite(rollout_log_probs[-1]).all():
             broken.append(sample.index)
     if broken:
         raise TrainError(
             f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated"
         )
-    rollout_log_probs_R = torch.tensor(rollout_log_probs, device=device)
+    rollout_log_probs_R = torch.from_numpy(np.concatenate(rollout_log_probs or [np.zeros(0, np.float32)])).to(device)
     return TokenBatch(list(samples), targets, lengths_S, rollout_log_probs_R, _engine_top(samples, device))
 
 
@@ -138,9 +137,9 @@ def name_samples(indices: Sequence[int], most: int = 20) -> str:
 def _targets(sample: TrainSample) -> Targets:
     length, start = sample.response_length, len(sample.tokens) - sample.response_length
     assert len(sample.loss_mask) == length, f"sample {sample.index}: loss mask and response differ in length"
-    trained = [start + i for i, mask in enumerate(sample.loss_mask) if mask]
+    trained = (start + np.flatnonzero(sample.loss_mask)).tolist()
     assert not trained or trained[0] > 0, f"sample {sample.index}: its first token has nothing to be predicted from"
-    ids = [sample.tokens[place] for place in trained]
+    ids = sample.tokens[start:] if len(trained) == length else [sample.tokens[place] for place in trained]
     kept = None if sample.kept_token_ids is None else _trained(sample, sample.kept_token_ids, "kept sets")
     if kept is not None:
         lost = [token for token, token_ids in zip(ids, kept, strict=True) if token not in token_ids]
@@ -154,6 +153,8 @@ def _trained(sample: TrainSample, values: list[Any] | None, what: str) -> list[A
         return []
     values = values or []
     assert len(values) == sample.response_length, f"sample {sample.index}: {what} and response differ in length"
+    if all(sample.loss_mask):
+        return values
     return [value for value, mask in zip(values, sample.loss_mask, strict=True) if mask]
 
 
@@ -170,22 +171,22 @@ def _engine_top(samples: Sequence[TrainSample], device: torch.device) -> TopLogP
 
 def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, learns: bool) -> MicroBatch:
     device = batch.lengths_S.device
-    lengths = [batch.targets[i].num_inputs for i in members]
-    ids: list[int] = []
-    rows: list[int] = []
-    targets: list[int] = []
-    places: list[int] = []
-    for i in members:
-        target = batch.targets[i]
-        rows += [len(ids) + row for row in target.rows]
-        targets += target.ids
-        places += range(starts_S[i], starts_S[i] + len(target.ids))
-        ids += batch.samples[i].tokens[: target.num_inputs]
-    input_ids_T, rows_R, targets_R, places_R, lengths_S = (
-        torch.tensor(values, dtype=torch.int64, device=device)
-        for values in (ids, rows, targets, places, [len(batch.targets[i].ids) for i in members])
-    )
-    kept = _kept_ids([batch.targets[i] for i in members], device)
+    targets = [batch.targets[i] for i in members]
+    lengths = [target.num_inputs for target in targets]
+    first_rows = itertools.accumulate(lengths, initial=0)
+
+    def upload(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def integers(numbers: list[int]) -> np.ndarray:
+        return np.array(numbers, dtype=np.int64)
+
+    input_ids_T = upload([integers(batch.samples[i].tokens[: batch.targets[i].num_inputs]) for i in members])
+    rows_R = upload([first + integers(target.rows) for first, target in zip(first_rows, targets, strict=False)])
+    targets_R = upload([integers(target.ids) for target in targets])
+    places_R = upload([starts_S[i] + np.arange(len(batch.targets[i].ids)) for i in members])
+    lengths_S = upload([integers([len(target.ids) for target in targets])])
+    kept = _kept_ids(targets, device)
     context = packed_context(lengths, device=device)
     return MicroBatch(input_ids_T, context, rows_R, targets_R, places_R, lengths_S, kept, learns)
 

@@ -165,3 +165,17 @@ def test_cache_size_follows_the_fraction(on_cpu: Decoder, monkeypatch: pytest.Mo
         memory.cache_tokens(spec, EngineConfig(engine_mem_fraction_static=0.001), **options)
     with pytest.raises(EngineError, match="power of two"):
         memory.check_page_size(12, device=CUDA)
+
+
+def test_a_decode_step_is_launched_without_waiting_for_the_device(on_cpu: Decoder) -> None:
+    core = engine(on_gpu(on_cpu, torch.bfloat16))
+    core.add([request(i, [2, 3, 4 + i], 60, ignore_eos=True) for i in range(20)])
+    for _ in range(20):  # the graph is captured, and the last blocks of the prompts are copied
+        core.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):  # new blocks are needed on the way
+            core.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert core.stats()["running"] == 20

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from miles.config.sections import AlgorithmConfig, BatchConfig, OptimConfig, RunConfig
 from miles.model.decoder import Decoder
+from miles.trainer.step import Learner
 from miles.trainer.trainer import LocalTrainer
 from miles.types import TrainSample
 from tests.unit.engine.tiny import make_model
@@ -72,3 +74,20 @@ def test_parameters_never_move() -> None:
     trainer.load(saved, state)
     assert torch.equal(trainer.model.layers[0].mlp.down.weight, weight)
     assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == addresses
+
+
+def test_a_micro_batch_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(make_model(**SHAPE), torch.bfloat16, "cuda")
+    trainer.train(samples(), rollout_id=0, weight_version=0)  # compiles
+    accumulate = Learner.accumulate
+
+    def watched(*args: Any) -> dict[str, torch.Tensor]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return accumulate(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Learner, "accumulate", watched)
+    record = trainer.train(samples(), rollout_id=1, weight_version=1).steps[0]
+    assert record["train/num_micro_batches"] > 1
