@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import copy_rate, matrix_rate, record, synchronize
+from benchmarks.machine import record
 from benchmarks.recipe import LENGTHS, random_model, requests, to_train_samples
 from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, OptimConfig, RunConfig
 from miles.engine.local import LocalEngine
 from miles.model.flops import forward_flops, training_flops
+from miles.observe.gpu import measure_rates, synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, GenerationResult
 
@@ -43,7 +44,7 @@ async def generate(engine: LocalEngine, sent: list[GenerationRequest]) -> dict[i
 
 
 def one_step(engine: LocalEngine, trainer: LocalTrainer, repetition: int, share: float) -> dict[str, float]:
-    device = str(trainer.device)
+    device = trainer.device
     synchronize(device)
     start = time.perf_counter()
     sent = requests(repetition, share=share)
@@ -122,12 +123,13 @@ def limit(spec: Any, device: str, dtype: torch.dtype, share: float) -> dict[str,
     weight_bytes = spec.num_parameters * dtype.itemsize
     bytes_read = weight_bytes * max(answers) + kv_bytes * kv_tokens
     lengths = [prompt + answer for prompt, answer in pairs]
-    rates = {"copy_gb_per_s": copy_rate(device) / 1e9, "matrix_tflops": matrix_rate(device, dtype) / 1e12}
-    decode_s = bytes_read / (rates["copy_gb_per_s"] * 1e9)
-    train_s = 6 * spec.num_parameters * sum(lengths) / (rates["matrix_tflops"] * 1e12)
+    rates = measure_rates(torch.device(device), dtype)
+    decode_s = bytes_read / rates.copy_bytes_per_s
+    train_s = 6 * spec.num_parameters * sum(lengths) / rates.matrix_flops_per_s
     executed = training_flops(spec, lengths, num_head_tokens=sum(answers))
     return {
-        **rates,
+        "copy_gb_per_s": rates.copy_bytes_per_s / 1e9,
+        "matrix_tflops": rates.matrix_flops_per_s / 1e12,
         "decode_seconds": decode_s,
         "train_seconds": train_s,
         "limit_seconds": decode_s + train_s,

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import copy_rate, matrix_rate, record
+from benchmarks.machine import record
 from benchmarks.recipe import ANSWERS_PER_PROMPT, LENGTHS
+from miles.observe.gpu import measure_rates
 from miles.ops import triton_norm_rope as small_steps
 from miles.ops.logprob import token_log_probs
 from miles.ops.sampling import row_seeds, sample
@@ -59,8 +60,8 @@ def graph_milliseconds(run: Callable[[], object], calls: int = 8) -> float:
 class Table:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, float]] = {}
-        self.flops = matrix_rate("cuda", torch.bfloat16)
-        self.bytes = copy_rate("cuda")
+        rates = measure_rates(torch.device("cuda"), torch.bfloat16)
+        self.flops, self.bytes = rates.matrix_flops_per_s, rates.copy_bytes_per_s
         print(f"matrix product {self.flops / 1e12:.0f} TFLOP/s, copy {self.bytes / 1e9:.0f} GB/s\n")
         print(f"{'':44s}{'us':>11s}{'rate':>16s}{'of limit':>10s}")
 

@@ -3,7 +3,7 @@
     python benchmarks/learning.py MODEL TRAIN.jsonl HELD_OUT.jsonl [--also NAME=FILE] [--steps 60] [--write FOLDER]
 
 Each run is `miles train` as a user starts it: 16 prompts x 8 answers of up to 300 tokens, GRPO, one optimizer step a
-rollout, evaluation on all held-out items (and on `--also` sets) before, between and after. These answers are graded here
+rollout, evaluation on all held-out items (and `--also` sets) before, between and after. These answers are graded here
 from the saved samples, by the last number, so the control is judged like the others. Intervals are Wilson's at 95 %.
 """
 

@@ -16,7 +16,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.machine import record, synchronize
+from benchmarks.machine import record
+from miles.observe.gpu import synchronize
 from miles.ops.logprob import KeptIds, token_log_probs
 
 ARRAY_BYTES = 112  # of an empty numpy array: each token of an answer has one
@@ -28,9 +29,9 @@ def kept_sets(num_tokens: int, vocab: int, top_k: int) -> list[np.ndarray]:
 
 
 def measure(sets: list[np.ndarray] | None, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> dict:
-    device = str(hidden.device)
+    device = hidden.device
     seconds, losses = [], []
-    if device.startswith("cuda"):
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
         synchronize(device)
@@ -49,7 +50,7 @@ def measure(sets: list[np.ndarray] | None, hidden: torch.Tensor, head: torch.Ten
     assert all(bool(loss.isfinite()) for loss in losses)
     return {
         "seconds": median(seconds[1:]),
-        "peak_gb": torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else None,
+        "peak_gb": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "host_mb": 0.0 if sets is None else sum(ids.nbytes + ARRAY_BYTES for ids in sets) / 2**20,
         "device_mb": 0.0 if sets is None else 4 * sum(map(len, sets)) / 2**20,
     }

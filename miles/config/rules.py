@@ -190,6 +190,15 @@ def _heat(config: RunConfig) -> Iterator[str]:
         yield f"--heat-resume {process.heat_resume:g} must be below --heat-pause {process.heat_pause:g}"
 
 
+def _profile(config: RunConfig) -> Iterator[str]:
+    steps = config.process.profile_steps
+    if steps is None:
+        return
+    first, colon, last = steps.partition(":")
+    if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        yield f"--profile-steps must be A:B with whole numbers A < B, such as 2:4 for steps 2 and 3, not {steps!r}"
+
+
 def _names_in_mappings(config: RunConfig) -> Iterator[str]:
     """Keys of a JSON flag that nobody would read, or that the prompts themselves fill in."""
     for phase in config.process.phase_deadlines:
@@ -218,6 +227,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _checkpoints,
     _layout,
     _heat,
+    _profile,
     _names_in_mappings,
     _run_folder,
 )

@@ -87,6 +87,9 @@ class ProcessConfig:
     heartbeat_timeout: float = flag(
         5.0, "a worker that is silent for longer counts as hung", unit="s", bounds=ABOVE_ZERO, resume=True
     )
+    profile_steps: str | None = flag(
+        None, "steps A:B (B not included) whose trace for Perfetto is written to the run folder", resume=True
+    )
     phase_deadlines: dict[str, float] = flag(
         {}, 'longest time of a phase in seconds, as JSON: {"rollout": 600}', unit="s", bounds=ABOVE_ZERO, resume=True
     )

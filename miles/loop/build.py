@@ -26,7 +26,9 @@ from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, ConfigError
 from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, load_suites
+from miles.loop.numbers import Hardware
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
+from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import plan_schedule
 from miles.loop.stages import Run, restore
@@ -35,6 +37,7 @@ from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
 from miles.model.spec import ModelSpec, load_spec
 from miles.observe.gate import GATE
+from miles.observe.gpu import measure_rates
 from miles.observe.heartbeat import Heartbeat
 from miles.observe.heat import guarding, make_sensor
 from miles.observe.log import get_logger
@@ -165,6 +168,7 @@ def _assemble(
         context=context,
         model_folder=model_folder,
         placement=placement,
+        hardware=Hardware(spec, placement.dtype.itemsize, measure_rates(placement.device, placement.dtype)),
         schedule=schedule,
         source=source,
         rewards=rewards,
@@ -173,6 +177,7 @@ def _assemble(
         evaluate=writers.evaluate if suites else None,
         trainer=trainer,
         metrics=metrics,
+        profiler=StepProfiler(config.process.profile_steps, folder.path),
         saver=saver,
         timers=Timers(on_phase=heartbeat.set_phase),
         runner=stack.enter_context(asyncio.Runner()),

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-from miles.model.flops import forward_flops, training_flops
+from miles.model.flops import forward_flops
 from miles.model.spec import ModelSpec
-from miles.types import Sample
+from miles.observe.gpu import Rates
+from miles.types import Sample, TrainResult
 
 # Phases that cost nothing with one copy of the weights on one device; logged, since logs are compared by these names.
 FREE_PHASES = ("sleep", "wake_up")
 
 
-def rollout_perf(groups: Sequence[Sequence[Sample]], *, seconds: float) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What speeds are compared with: the model, the bytes of a weight, and the measured rates of the device."""
+
+    spec: ModelSpec
+    weight_bytes: int
+    rates: Rates
+
+
+def rollout_perf(
+    groups: Sequence[Sequence[Sample]], *, seconds: float, num_engine_steps: int, hardware: Hardware
+) -> dict[str, float]:
     """Speed of writing and scoring, on one device."""
     samples = [sample for group in groups for sample in group]
     trained = [_num_trained(sample) for sample in samples]
     lengths = [sample.response_length for sample in samples]
+    bytes_read = decoding_bytes(samples, num_engine_steps=num_engine_steps, hardware=hardware)
+    flops = forward_flops(hardware.spec, [len(sample.tokens) for sample in samples], num_head_tokens=sum(lengths))
     return {
         "perf/rollout_time": seconds,
         "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds,
         "perf/effective_tokens_per_gpu_per_sec": sum(trained) / seconds,
         "perf/longest_sample_tokens_per_sec": max(lengths) / seconds,
         "perf/longest_effective_sample_tokens_per_sec": max(trained) / seconds,
+        "perf/rollout_mfu": flops / seconds / hardware.rates.matrix_flops_per_s,
+        "perf/rollout_bandwidth_share": bytes_read / seconds / hardware.rates.copy_bytes_per_s,
     }
 
 
-def trainer_perf(groups: Sequence[Sequence[Sample]], *, seconds: dict[str, float], spec: ModelSpec) -> dict[str, float]:
+def decoding_bytes(samples: Sequence[Sample], *, num_engine_steps: int, hardware: Hardware) -> int:
+    """Bytes that writing these answers must read: all weights once per engine step, and for each token the keys and
+    values of what stands before it."""
+    spec, width = hardware.spec, hardware.weight_bytes
+    num_read = sum(
+        sample.response_length * sample.prompt_length + sample.response_length * (sample.response_length + 1) // 2
+        for sample in samples
+    )
+    cache_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * width
+    return num_engine_steps * spec.num_parameters * width + num_read * cache_bytes
+
+
+def trainer_perf(
+    groups: Sequence[Sequence[Sample]], result: TrainResult, *, seconds: dict[str, float], hardware: Hardware
+) -> dict[str, float]:
     """Seconds of every phase since the last step, and speed of scoring and training in executed FLOPs."""
     samples = [sample for group in groups for sample in group]
     lengths = [len(sample.tokens) for sample in samples]
@@ -35,19 +66,20 @@ def trainer_perf(groups: Sequence[Sequence[Sample]], *, seconds: dict[str, float
     step_s = seconds["rollout"] + seconds["train"]
     perf = {f"perf/{phase}_time": 0.0 for phase in FREE_PHASES}
     perf |= {f"perf/{phase}_time": spent for phase, spent in seconds.items() if phase != "rollout"}
+    trained = sum(step["train/tflop"] for step in result.steps) * 1e12 / seconds["actor_train"]
     perf |= {
         "perf/train_wait_time": seconds["rollout"],
         "perf/step_time": step_s,
         "perf/wait_time_ratio": seconds["rollout"] / step_s,
         "perf/actor_train_tok_per_s": sum(lengths) / seconds["actor_train"],
-        "perf/actor_train_tflops": _tera(
-            training_flops(spec, lengths, num_head_tokens=num_answer_tokens), seconds["actor_train"]
-        ),
+        "perf/actor_train_tflops": trained / 1e12,
+        "perf/actor_train_mfu": trained / hardware.rates.matrix_flops_per_s,
+        "perf/mfu_peak_tflops": hardware.rates.matrix_flops_per_s / 1e12,
     }
-    forward = forward_flops(spec, lengths, num_head_tokens=num_answer_tokens)
+    forward = forward_flops(hardware.spec, lengths, num_head_tokens=num_answer_tokens)
     for phase in ("log_probs", "ref_log_probs"):
         if seconds.get(phase):
-            perf[f"perf/{phase}_tflops"] = _tera(forward, seconds[phase])
+            perf[f"perf/{phase}_tflops"] = forward / seconds[phase] / 1e12
     return perf
 
 
@@ -62,7 +94,3 @@ def _num_trained(sample: Sample) -> int:
     if sample.remove_sample:
         return 0
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
-
-
-def _tera(flops: float, seconds: float) -> float:
-    return flops / seconds / 1e12

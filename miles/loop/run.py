@@ -28,9 +28,10 @@ def train(config: RunConfig, folder: RunFolder, context: WorkerContext) -> None:
 
 def step(run: stages.Run) -> None:
     """One rollout, the optimizer steps on it, and what is due after them."""
-    groups = stages.generate(run)
-    result = stages.train(run, groups)
-    stages.publish(run)
+    with run.profiler.step(run.num_done):
+        groups = stages.generate(run)
+        result = stages.train(run, groups)
+        stages.publish(run)
     stages.report(run, groups, result)
     stages.finish_step(run)
     stages.evaluate_if_due(run)

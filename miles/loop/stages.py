@@ -19,8 +19,9 @@ from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, EngineError, RewardError
 from miles.evals.run import EvalResult
-from miles.loop.numbers import rollout_perf, step_means, trainer_perf
+from miles.loop.numbers import Hardware, rollout_perf, step_means, trainer_perf
 from miles.loop.placement import Placement
+from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import Schedule
 from miles.loop.worker import WorkerContext
@@ -53,6 +54,7 @@ class Run:
     context: WorkerContext
     model_folder: Path
     placement: Placement
+    hardware: Hardware
     schedule: Schedule
     source: PromptSource
     rewards: RewardRunner | None  # None for supervised training without evaluation
@@ -64,11 +66,13 @@ class Run:
     runner: asyncio.Runner
     metrics: MetricsWriter
     saver: Saver
+    profiler: StepProfiler
     num_done: int = 0  # finished rollouts
     version: int = 0  # of the weights
     evaluated_at: int | None = None  # num_done of the last evaluation
     score: float | None = None  # mean over the sets of the last evaluation
     saved_at: int | None = None  # num_done of the last checkpoint
+    num_engine_steps: int = 0  # when the last rollout was reported
     source_state: dict[str, Any] = field(default_factory=dict)  # data position after the last finished rollout
     waiting: asyncio.Task[Any] | None = None
 
@@ -197,9 +201,11 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
         **rollout_metrics(groups, reward_key=reward_key),
         **run.producer.counts,
         **(run.rewards.take_counts() if run.rewards is not None else {}),
-        **rollout_perf(groups, seconds=seconds["rollout"]),
+        **rollout_perf(
+            groups, seconds=seconds["rollout"], num_engine_steps=_new_engine_steps(run), hardware=run.hardware
+        ),
     }
-    trained = trainer_perf(groups, seconds=seconds, spec=run.trainer.model.spec)
+    trained = trainer_perf(groups, result, seconds=seconds, hardware=run.hardware)
     log_record("perf", step, written, logger=logger)
     log_record("rollout", step, result.rollout, logger=logger)
     for record in result.steps:
@@ -210,6 +216,12 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
     run.context.heartbeat.report_step(step, metrics, num_steps=run.schedule.num_rollout)
     samples = {"train": [sample for group in groups for sample in group]}
     write_samples(run.folder.path / "samples" / f"rollout_{step}.parquet", samples, reward_key=reward_key)
+
+
+def _new_engine_steps(run: Run) -> int:
+    """Steps of the engine since the last report; none without an engine."""
+    before, run.num_engine_steps = run.num_engine_steps, run.engine.stats()["steps"] if run.engine is not None else 0
+    return run.num_engine_steps - before
 
 
 def finish_step(run: Run) -> None:

@@ -101,6 +101,7 @@ _TRAIN: dict[str, Metric] = {
     "train/num_samples": Metric("answers", "answers of the optimizer step"),
     "train/num_micro_batches": Metric("batches", "forward and backward passes of the optimizer step"),
     "train/num_skipped_steps": Metric("steps", "1 when the step had no trained token and updated nothing, else 0"),
+    "train/tflop": Metric("TFLOP", "executed by the step: matrix products and attention, forward and backward"),
     "train/step": Metric("steps", "optimizer step, counted from 0"),
 }
 
@@ -138,8 +139,10 @@ _PERF: dict[str, Metric] = {
     "perf/ref_log_probs_tflops": Metric("TFLOP/s", "speed of scoring with the reference model"),
     "perf/actor_train_tflops": Metric("TFLOP/s", "speed of forward and backward"),
     "perf/actor_train_tok_per_s": Metric("tokens/s", "trained tokens, prompts included, over training time"),
-    "perf/mfu_peak_tflops": Metric("TFLOP/s", "peak of the hardware that the utilisation refers to"),
-    "perf/actor_train_mfu": Metric("share", "speed of training over that peak"),
+    "perf/mfu_peak_tflops": Metric("TFLOP/s", "rate of a large matrix product, measured at start"),
+    "perf/rollout_mfu": Metric("share", "FLOPs of prompts and answers over rollout time and the measured matrix rate"),
+    "perf/rollout_bandwidth_share": Metric("share", "bytes that decoding must read over time and measured copy rate"),
+    "perf/actor_train_mfu": Metric("share", "executed FLOPs of training, attention included, over that rate"),
     "perf/peak_memory_gb": Metric("GB", "highest memory of the worker so far"),
 }
 

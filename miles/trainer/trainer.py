@@ -17,6 +17,7 @@ from torch import Tensor
 from miles.config.sections import BatchConfig, RunConfig
 from miles.errors import CheckpointError, TrainError
 from miles.model.decoder import Decoder
+from miles.model.flops import forward_flops
 from miles.model.names import to_hf
 from miles.observe.log import get_logger
 from miles.observe.timers import Timers
@@ -283,6 +284,7 @@ class LocalTrainer:
             "train/num_samples": len(batch.samples),
             "train/num_tokens": batch.num_tokens,
             "train/num_micro_batches": 0,
+            "train/tflop": 0.0,
             "train/num_skipped_steps": 1,
         }
         if batch.num_tokens == 0:
@@ -304,6 +306,7 @@ class LocalTrainer:
             "train/grad_norm": result.grad_norm,
             "train/num_micro_batches": len(packed),
             "train/num_skipped_steps": int(not updates),
+            "train/tflop": (self._forward_flops(batch, watched) + 3 * self._forward_flops(batch, learning)) / 1e12,
         }
         return record, {"log_probs": result.log_probs_R, "entropy": result.entropy_R}
 
@@ -314,6 +317,12 @@ class LocalTrainer:
             return self.critic.step(
                 packed, old_values_R=inputs.values_R, returns_R=inputs.returns_R, weights_R=weights_R
             )
+
+    def _forward_flops(self, batch: TokenBatch, members: Sequence[int]) -> int:
+        """Of these samples; a backward pass takes twice as many."""
+        lengths = [len(batch.samples[i].tokens) for i in members]
+        num_head_tokens = sum(len(batch.targets[i].ids) for i in members)
+        return forward_flops(self.model.spec, lengths, num_head_tokens=num_head_tokens)
 
     def _learning(self, inputs: TokenInputs) -> list[int]:
         """The samples that can have a gradient."""
