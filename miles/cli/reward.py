@@ -27,6 +27,7 @@ from miles.rollout.reward_lab import (
 )
 
 NUM_SHOWN = 20
+DEFAULT_REWARD = "math"
 
 
 def run(argv: list[str]) -> int:
@@ -34,7 +35,7 @@ def run(argv: list[str]) -> int:
     own, flags = _parser().parse_known_args(argv)
     settings = parse_flags(flags).config
     if settings.reward.rm_type is None and settings.reward.custom_rm_path is None:
-        raise ConfigError("--rm-type or --custom-rm-path is missing: say which reward grades")
+        settings = config_of(DEFAULT_REWARD, settings)
     return _test(own, settings) if own.action == "test" else _check(own, settings)
 
 
@@ -42,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="miles reward",
         description="Grade stored answers, or check the labels of a data set. Every reward flag of `miles train` is "
-        "accepted: --rm-type, --custom-rm-path, --reward-key, --group-rm, --rm-timeout, --rm-url, ...",
+        f"accepted: --rm-type (default {DEFAULT_REWARD}), --custom-rm-path, --reward-key, --group-rm, --rm-timeout, "
+        "--rm-url, ... Labels come from --label-key, else from the column label or answer.",
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="test | check")
@@ -67,8 +69,9 @@ def _test(own: argparse.Namespace, settings: RunConfig) -> int:
     if bool(chosen) != (own.cases is not None):
         raise ConfigError("--keep and --cases go together: which answers become test cases, and in which file")
     data, reward = settings.data, settings.reward
-    label_key = data.label_key or "label"
-    stored = read_stored(own.file, response_key=own.response_key, label_key=label_key, metadata_key=data.metadata_key)
+    stored = read_stored(
+        own.file, response_key=own.response_key, label_key=data.label_key, metadata_key=data.metadata_key
+    )
     name = reward.custom_rm_path or reward.rm_type
     assert name is not None, "run asks for one"
     rows = compare(stored, config_of(name, settings), against=own.against)
@@ -135,8 +138,8 @@ def _plain(text: str) -> str:
 def _check(own: argparse.Namespace, settings: RunConfig) -> int:
     if settings.reward.custom_rm_path is not None:
         raise ConfigError("--custom-rm-path: only built-in rewards can write an answer from a label; use --rm-type")
-    label_key = settings.data.label_key or "label"
-    checked = check_labels(own.file, settings, label_key=label_key, metadata_key=settings.data.metadata_key)
+    data = settings.data
+    checked = check_labels(own.file, settings, label_key=data.label_key, metadata_key=data.metadata_key)
     _show_check(checked, str(settings.reward.rm_type))
     return 0 if checked.is_good else 1
 

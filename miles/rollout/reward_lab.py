@@ -26,6 +26,7 @@ from miles.types import Sample
 
 RECORDED = "recorded"  # in place of a second reward: the rewards that the file holds
 FLOAT_NOISE = 1e-9  # rewards that differ by less are equal
+LABEL_COLUMNS = ("label", "answer")  # looked for when --label-key is not given
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
@@ -65,14 +66,20 @@ class Compared:
         return abs(self.verdict.reward - self.other) > FLOAT_NOISE
 
 
-def read_stored(spec: str, *, response_key: str, label_key: str, metadata_key: str) -> list[Stored]:
+def read_stored(spec: str, *, response_key: str, label_key: str | None, metadata_key: str) -> list[Stored]:
     """The answers of a JSONL or parquet file (`FILE@[a:b]`), or of all samples of a run folder. Raises `DataError`."""
     folder = Path(spec)
     if folder.is_dir():
         return [stored for file in _sample_files(folder) for stored in _read_run_file(file)]
     path, rows = read_rows(spec, flag="FILE")
-    keys = (response_key, label_key, metadata_key)
+    keys = (response_key, label_column(rows[0][1], label_key), metadata_key)
     return [_stored(f"{path.name} row {number}", row, number, keys) for number, row in rows]
+
+
+def label_column(columns: Iterable[str], wanted: str | None) -> str:
+    """The column of the label: the one that was asked for, else the first usual one that is there."""
+    names = set(columns)
+    return wanted or next((name for name in LABEL_COLUMNS if name in names), LABEL_COLUMNS[0])
 
 
 def _sample_files(folder: Path) -> list[Path]:
@@ -243,7 +250,7 @@ class LabelCheck:
         return not (self.unreadable or self.unequal or self.blind)
 
 
-def check_labels(specs: Iterable[str], config: RunConfig, *, label_key: str, metadata_key: str) -> LabelCheck:
+def check_labels(specs: Iterable[str], config: RunConfig, *, label_key: str | None, metadata_key: str) -> LabelCheck:
     """Write each label as an answer, and again with one digit or letter changed: the first must get the full reward,
     the second must not."""
     runner = RewardRunner(config)
@@ -254,16 +261,19 @@ def check_labels(specs: Iterable[str], config: RunConfig, *, label_key: str, met
         runner.close()
 
 
-async def _check_labels(specs: Iterable[str], runner: RewardRunner, *, label_key: str, metadata_key: str) -> LabelCheck:
+async def _check_labels(
+    specs: Iterable[str], runner: RewardRunner, *, label_key: str | None, metadata_key: str
+) -> LabelCheck:
     checked = LabelCheck()
     for spec in specs:
         path, rows = read_rows(spec, flag="FILE")
+        key = label_column(rows[0][1], label_key)
         for number, row in rows:
             place = f"{path.name} row {number}"
-            if label_key not in row:
-                raise DataError(f"{place} {missing_column(label_key, row, flag='--label-key')}")
+            if key not in row:
+                raise DataError(f"{place} {missing_column(key, row, flag='--label-key')}")
             checked.num_labels += 1
-            await _check_label(place, row[label_key], row.get(metadata_key) or {}, runner, checked)
+            await _check_label(place, row[key], row.get(metadata_key) or {}, runner, checked)
     return checked
 
 

@@ -76,6 +76,8 @@ def leaf_equal(label: Quantity, answer: Quantity) -> bool | None:
     """Compare single values. Numbers must be exactly equal; a unit may be left out but not be another one."""
     if label.unit and answer.unit and label.unit != answer.unit:
         return False
+    if (label.unit and answer.percent) or (answer.unit and label.percent):
+        return False
     if _joined(label) == _joined(answer) and label.unit != answer.unit:
         return True  # `5m` and `5 m`, where m may be a name or a metre
     if _plain(label.text) == _plain(answer.text) and label.percent == answer.percent:

@@ -57,6 +57,7 @@ _REWRITES = [
     (re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]"), ""),
     (re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*(or|and)\s*\}"), r" \1 "),
     (re.compile(r"\\(?:mbox|textrm|textnormal)\s*\{"), r"\\text{"),
+    (re.compile(r"\\text\{\s*\}"), ""),  # around a currency sign
     (re.compile(r"(?<![\\a-zA-Z])(sin|cos|tan|log|ln|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"_\s*(\w)"), r"_{\1}"),

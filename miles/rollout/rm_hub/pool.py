@@ -26,7 +26,7 @@ TIMEOUT = "timeout"
 DIED = "died"
 RAISED = "raised"
 FORK_SERVER = "miles.rollout.rm_hub.fork_server"
-MAX_WALL = 5
+MAX_WALL = 2
 CLOCK_TICK_S = 0.02  # CPU times are known to about this
 MAX_START_S = 120.0  # imports on a busy machine
 

@@ -42,6 +42,13 @@ def test_reward_test_shows_verdicts_and_disagreements(
     assert json.loads(cases.read_text()) == {"label": "7", "response": "#### 8", "correct": False}
 
 
+def test_without_flags_labels_are_found_and_graded_by_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "solved.jsonl"
+    path.write_text('{"question": "q", "answer": "so #### 12"}\n')
+    assert main(["reward", "check", str(path)]) == 0
+    assert "1 labels for math: 1 can be read" in capsys.readouterr().out
+
+
 def test_reward_check_ends_with_1_when_a_label_is_bad(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward", "check", f"{file}@[0:2]", "--rm-type", "gsm8k"]) == 0
     assert "2 of 2 differ from a changed one" in capsys.readouterr().out
@@ -52,7 +59,6 @@ def test_reward_check_ends_with_1_when_a_label_is_bad(file: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["test", "FILE"], "--rm-type or --custom-rm-path is missing"),
         (["test", "FILE", "--rm-type", "exakt"], "did you mean exact"),
         (["test", "FILE", "--rm-typ", "exact"], "unknown flag --rm-typ (did you mean --rm-type?)"),
         (["test", "FILE", "--rm-type", "exact", "--keep", "2"], "--keep 2: expected the number"),

@@ -90,6 +90,34 @@ def test_a_number_equals_itself_in_ten_notations_and_differs_from_its_neighbours
                 assert grade_exactly(label, answer) is False, (label, answer)
 
 
+def decimal_notations(hundredths: int) -> list[str]:
+    """A positive number with two decimals in ten notations."""
+    whole, rest = divmod(hundredths, 100)
+    plain = f"{whole}.{rest:02}"
+    return [
+        plain,
+        f"{plain}00",
+        f"{whole:,}.{rest:02}",
+        rf"\${plain}",
+        rf"\frac{{{hundredths}}}{{100}}",
+        rf"\dfrac{{{3 * hundredths}}}{{300}}",
+        rf"{hundredths}\times10^{{-2}}",
+        f"{hundredths}e-2",
+        rf"{whole}\frac{{{rest}}}{{100}}" if rest else f"{whole}",
+        rf"{plain}\text{{ litres}}",
+    ]
+
+
+@given(hundredths=st.integers(1, 10**7))
+def test_a_decimal_equals_itself_in_ten_notations_and_differs_from_its_neighbours(hundredths: int) -> None:
+    for label in decimal_notations(hundredths):
+        for answer in decimal_notations(hundredths):
+            assert grade_exactly(label, answer) is True, (label, answer)
+        for other in (hundredths - 1, hundredths + 1):
+            for answer in decimal_notations(other) if other else ["0"]:
+                assert grade_exactly(label, answer) is False, (label, answer)
+
+
 @given(value=st.fractions(min_value=-50, max_value=50, max_denominator=30))
 def test_python_and_latex_agree_on_fractions(value: Fraction) -> None:
     assert evaluate(rf"\frac{{{value.numerator}}}{{{value.denominator}}}") == value
