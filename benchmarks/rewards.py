@@ -6,7 +6,7 @@ and each kind alone. `step`: the time that grading the 256 answers of a recipe s
 one process, parsing the label once for its eight answers. The limit of gsm8k is one search for the line and one
 comparison; that of math is the same for its answers.
 
-    python -m benchmarks.rewards [--answers 4000] [--write FOLDER]
+    python benchmarks/rewards.py [--answers 4000] [--write FOLDER]
 """
 
 from __future__ import annotations
