@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from miles.ops.kernels import has_kernels, kernels
+from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
 from miles.ops.kv_store import store_kv
 from miles.ops.norm import rms_norm
 from miles.ops.rope import apply_rope
@@ -28,7 +28,7 @@ def rotated_heads(
     qkv: Tensor, num_kv_heads: int, head_dim: int, norm: HeadNorm, cos_T1H: Tensor, sin_T1H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries T x N x H, keys and values T x K x H of `qkv` [T, (N + 2 K) * H]. Differentiable."""
-    if has_kernels(qkv):
+    if has_kernels(qkv) and head_dim in HEAD_SIZES:
         return kernels("norm_rope").qk_norm_rope(
             qkv, num_kv_heads, head_dim, norm.q_weight_H, norm.k_weight_H, norm.eps, cos_T1H, sin_T1H
         )
@@ -58,7 +58,7 @@ def store_rotated_heads(
     On CUDA a slot of -1 stores nothing: such a token is padding.
     """
     num_kv_heads, _, head_dim = k_cache_KSH.shape
-    if has_kernels(qkv):
+    if has_kernels(qkv) and head_dim in HEAD_SIZES:
         return kernels("norm_rope").qk_norm_rope_store(
             qkv, norm.q_weight_H, norm.k_weight_H, norm.eps, cos_T1H, sin_T1H, slots_T, k_cache_KSH, v_cache_KSH
         )

@@ -73,6 +73,14 @@ def test_answers_equal_the_reference(on_cpu: Decoder, flags: dict[str, Any]) -> 
         assert results[wanted.request_id].log_probs == pytest.approx(log_probs, abs=1e-4)
 
 
+def test_a_head_size_without_kernels_takes_the_plain_path() -> None:
+    model = make_model(**SHAPE | {"head_dim": 24})
+    requests = some_requests(4)
+    results = answers(engine(on_gpu(model)), requests)
+    for wanted in requests:
+        assert results[wanted.request_id].output_ids == reference_answer(model, wanted)[0]
+
+
 def test_a_request_gets_the_same_noise_in_any_batch(on_cpu: Decoder) -> None:
     model = on_gpu(on_cpu)
     wanted = request(5, [4, 5, 6, 7], 30, ignore_eos=True)
