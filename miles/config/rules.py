@@ -40,7 +40,7 @@ def _bounds(config: RunConfig) -> Iterator[str]:
     """Types are parse.py's business; values also come from code, so ranges and choices are checked here."""
     for name, value in flatten(config).items():
         flag = FLAGS[name]
-        if flag.choices and value not in flag.choices:
+        if flag.choices and value != flag.default and value not in flag.choices:
             allowed = ", ".join(str(choice) for choice in flag.choices)
             yield f"{flag.spelling} must be one of {allowed}, not {value!r}"
         for number in _numbers(value):

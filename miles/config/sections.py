@@ -56,7 +56,10 @@ class ModelConfig:
         None, "CPU threads of the worker; default by model size", unit="threads", bounds=AT_LEAST_ONE, resume=True
     )
     attn_implementation: str | None = flag(
-        None, "public name of the trainer's attention; the packed attention of ops/ serves all", effect=SATISFIED
+        None,
+        "public name of the trainer's attention; here all mean packed attention, by our Triton kernels on a GPU",
+        choices=("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa", "triton"),
+        effect=SATISFIED,
     )
     train_backend: str = flag("fsdp", "public name of the trainer", choices=("fsdp",), effect=SATISFIED)
 
@@ -344,7 +347,10 @@ class EngineConfig:
     engine_disable_radix_cache: bool = flag(False, "do not share the blocks of equal prompt beginnings")
     engine_disable_cuda_graph: bool = flag(False, "launch the kernels of a decode step one by one")
     engine_attention_backend: str | None = flag(
-        None, "public name of the engine's attention; the paged attention of ops/ serves all", effect=SATISFIED
+        None,
+        "public name of the engine's attention; here all mean paged attention, by our Triton kernels on a GPU",
+        choices=("fa3", "fa4", "flashinfer", "triton", "torch_native", "flex_attention", "trtllm_mha"),
+        effect=SATISFIED,
     )
 
 
@@ -388,6 +394,11 @@ class PublicLayoutConfig:
     num_gpus_per_node: int = flag(1, "GPUs of a machine", choices=(1,), effect=SATISFIED)
     rollout_num_gpus: int = flag(1, "GPUs of the engines", choices=(1,), effect=SATISFIED)
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", choices=(1,), effect=SATISFIED)
+    update_weights_interval: int = flag(1, "rollouts between weight updates", choices=(1,), effect=SATISFIED)
+    check_weight_update_equal: bool = flag(
+        True, "engine and trainer have equal weights: they read the same tensors", effect=SATISFIED
+    )
+    balance_data: bool = flag(True, "micro-batches are balanced by tokens", effect=SATISFIED)
     update_weight_buffer_size: int = flag(
         536870912,
         "bucket of a weight update; nothing is copied here",
