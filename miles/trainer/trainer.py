@@ -198,9 +198,7 @@ class LocalTrainer:
         if self._is_checked:
             return {}
         self._is_checked = True
-        found = rescore_in_another_packing(
-            self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens
-        )
+        found = rescore_in_another_packing(self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens)
         return found if self.num_steps == 0 else {}
 
     def _check_kept_sets(self, samples: Sequence[TrainSample]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles.rollout.rm_hub.math_answer import extract_label
 from miles.rollout.rm_hub.math_number import TooLargeError, evaluate
-from miles.rollout.rm_hub.math_structure import equal, leaves, parse
+from miles.rollout.rm_hub.math_structure import LeafEqual, equal, leaves, parse
 from miles.rollout.rm_hub.math_text import Quantity
 
 _CHOICE = re.compile(r"\(?([A-Z])[).:]?|\(([a-z])\)")
@@ -27,9 +27,23 @@ _OPAQUE = re.compile(
 _NO_ANSWER = {"nan", "null", "n/a", "?"}
 
 
-def grade_exactly(label: str, answer: str) -> bool | None:
-    """True, False, or None when it takes symbolic algebra to tell."""
-    return equal(parse(label), parse(answer), leaf_equal)
+def grade_exactly(label: str, answer: str, *, tolerance: Fraction | None = None) -> bool | None:
+    """True, False, or None when it takes symbolic algebra to tell. Numbers must be equal, or within the `tolerance`."""
+    return equal(parse(label), parse(answer), leaf_equal if tolerance is None else leaf_equal_within(tolerance))
+
+
+def leaf_equal_within(tolerance: Fraction) -> LeafEqual:
+    """`leaf_equal`, where numbers may also differ by this share of the label (by this much where the label is 0)."""
+
+    def compare(label: Quantity, answer: Quantity) -> bool | None:
+        verdict = leaf_equal(label, answer)
+        other_unit = label.percent != answer.percent or (label.unit and answer.unit and label.unit != answer.unit)
+        expected, value = _value(label.text), _value(answer.text)
+        if verdict is not False or other_unit or expected is None or value is None:
+            return verdict
+        return abs(value - expected) <= tolerance * (abs(expected) or 1)
+
+    return compare
 
 
 def label_problem(label: Any) -> str | None:

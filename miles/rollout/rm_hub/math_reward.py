@@ -16,7 +16,8 @@ _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
 class MathGrader(Grader):
-    """`math`: 1 when the final answer equals the label, else 0.
+    """`math`: 1 when the final answer equals the label, else 0. Numbers are compared exactly, unless
+    `metadata["tolerance"]` gives the share of the label that they may differ by.
 
     Exact arithmetic settles most answers here and now; what needs symbolic algebra goes to the worker processes.
     """
@@ -30,7 +31,7 @@ class MathGrader(Grader):
         return extract_answer(response)
 
     def label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
-        problem = label_problem(label)
+        problem = label_problem(label) or _tolerance_problem(metadata)
         if problem is not None or not needs_symbolic(str(label)):
             return problem
         return self._symbolic_problem(extract_label(str(label)) or "")
@@ -47,10 +48,12 @@ class MathGrader(Grader):
     async def _is_right(self, answer: str, sample: Sample) -> bool:
         label = extract_label(str(sample.label))
         assert label is not None, "label_problem refuses such labels when they are loaded"
-        verdict = grade_exactly(label, answer)
+        tolerance = _tolerance(sample.metadata)
+        verdict = grade_exactly(label, answer, tolerance=tolerance)
         if verdict is None:
             about = f"label {label!r}, answer {answer!r}"
-            verdict = bool(await self.tools.run(SYMBOLIC, ("grade", label, answer), about=about))
+            task = ("grade", label, answer, str(tolerance or 0))
+            verdict = bool(await self.tools.run(SYMBOLIC, task, about=about))
         return verdict
 
     def right_answer(self, label: Any, metadata: dict[str, Any]) -> str | None:
@@ -71,9 +74,9 @@ class Gsm8kGrader(MathGrader):
 
     async def _is_right(self, answer: str, sample: Sample) -> bool:
         label = extract_label(str(sample.label)) or ""
-        if _PLAIN.fullmatch(label) and _PLAIN.fullmatch(answer):
+        if "tolerance" not in sample.metadata and _PLAIN.fullmatch(label) and _PLAIN.fullmatch(answer):
             return label == answer or Fraction(label.replace(",", "")) == Fraction(answer.replace(",", ""))
-        return grade_exactly(label, answer) is True
+        return grade_exactly(label, answer, tolerance=_tolerance(sample.metadata)) is True
 
     def write(self, answer: str) -> str:
         return f"#### {answer}"
@@ -121,3 +124,14 @@ class DapoGrader(MathGrader):
 
     def write(self, answer: str) -> str:
         return f"Answer: {answer}"
+
+
+def _tolerance(metadata: dict[str, Any]) -> Fraction | None:
+    return Fraction(str(metadata["tolerance"])) if "tolerance" in metadata else None
+
+
+def _tolerance_problem(metadata: dict[str, Any]) -> str | None:
+    tolerance = metadata.get("tolerance", 0.5)
+    if isinstance(tolerance, (int, float)) and 0 < tolerance < 1:
+        return None
+    return f'metadata["tolerance"] is {tolerance!r}; expected the share of the label that numbers may differ by'

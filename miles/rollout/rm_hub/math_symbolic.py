@@ -12,12 +12,13 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 
 import sympy
 from math_verify import LatexExtractionConfig, verify
 from math_verify import parse as parse_math
 
-from miles.rollout.rm_hub.math_grade import leaf_equal, reads_exactly
+from miles.rollout.rm_hub.math_grade import leaf_equal, leaf_equal_within, reads_exactly
 from miles.rollout.rm_hub.math_structure import Equation, Items, Leaf, Structure, equal, is_relation, leaves, parse
 from miles.rollout.rm_hub.math_text import Quantity
 
@@ -34,15 +35,15 @@ _POINTS = ((7, 11, 1), (3, 13, 1), (5, 17, -1))
 
 
 def run(task: tuple[str, ...]) -> bool:
-    """What a worker does: `("grade", label, answer)` or `("readable", label)`."""
+    """What a worker does: `("grade", label, answer)`, with a tolerance as fourth, or `("readable", label)`."""
     kind, *texts = task
     return grade(*texts) if kind == "grade" else readable(*texts)
 
 
-def grade(label: str, answer: str) -> bool:
-    """Whether the answer is right."""
+def grade(label: str, answer: str, tolerance: str = "0") -> bool:
+    """Whether the answer is right; numbers may differ by the share `tolerance` of the label."""
     expected, given = parse(label), parse(answer)
-    verdict = equal(expected, given, _symbolic_leaf)
+    verdict = equal(expected, given, functools.partial(_symbolic_leaf, share=Fraction(tolerance)))
     return _equal_sets(expected, given) if verdict is None else verdict
 
 
@@ -51,8 +52,8 @@ def readable(label: str) -> bool:
     return all(reads_exactly(q.text) or _expression(q.text) is not None for q in leaves(parse(label)))
 
 
-def _symbolic_leaf(label: Quantity, answer: Quantity) -> bool | None:
-    verdict = leaf_equal(label, answer)
+def _symbolic_leaf(label: Quantity, answer: Quantity, *, share: Fraction) -> bool | None:
+    verdict = (leaf_equal_within(share) if share else leaf_equal)(label, answer)
     if verdict is not None:
         return verdict
     if is_relation(Leaf(label)) or is_relation(Leaf(answer)):
@@ -67,7 +68,15 @@ def _symbolic_leaf(label: Quantity, answer: Quantity) -> bool | None:
     scale = sympy.Rational(1, 100)
     expected = expected * scale if label.percent else expected
     given = given * scale if answer.percent else given
-    return _equal_expressions(expected, given)
+    return _equal_expressions(expected, given) or bool(share and _is_close(expected, given, share))
+
+
+def _is_close(expected: sympy.Expr, given: sympy.Expr, share: Fraction) -> bool:
+    """Whether two constants differ by at most a share of the first."""
+    a, b = (_value(expression, {}) if not _names(expression) else None for expression in (expected, given))
+    if a is None or b is None:
+        return False
+    return bool(abs(a - b) <= sympy.Rational(share.numerator, share.denominator) * abs(a))
 
 
 @functools.lru_cache(maxsize=512)

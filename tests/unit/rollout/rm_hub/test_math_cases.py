@@ -218,3 +218,22 @@ def test_all_gsm8k_labels_equal_themselves_and_differ_from_a_neighbour(data_dir:
         assert [exact.label_problem(label, {}) for label in from_file] == [None] * 1319
         assert grade(exact, [(label, label) for label in from_file]) == [1] * 1319
         assert grade(exact, [(label, label + "1") for label in from_file]) == [0] * 1319
+
+
+def test_numbers_may_differ_where_a_tolerance_is_asked(reward: BuiltinReward) -> None:
+    close = [
+        ("3.14", "3.1"),
+        ("100", "98.5"),
+        ("(1,2)", "(1.01,2)"),
+        (r"\pi", "3.14"),
+        (r"\sqrt{2}", "1.41"),
+        ("5", "5"),
+    ]
+    far = [("3.14", "3.0"), ("100", "-100"), ("(1,2)", "(2,1)"), (r"\pi", "3.3"), ("x", "1.01x"), ("5 cm", "5 m")]
+    pairs = [(label, rf"\boxed{{{answer}}}") for label, answer in close + far]
+    assert grade(reward, pairs, {"tolerance": 0.02}) == [1] * len(close) + [0] * len(far)
+    assert grade(reward, pairs) == [0] * 5 + [1] + [0] * len(far)
+    assert reward.label_problem("5", {"tolerance": 0.02}) is None
+    assert "the share of the label" in (reward.label_problem("5", {"tolerance": "2%"}) or "")
+    with make_reward("gsm8k") as plain:
+        assert grade(plain, [("100", "#### 99"), ("100", "#### 97")], {"tolerance": 0.02}) == [1, 0]
