@@ -18,6 +18,7 @@ _STATED = re.compile(
     r"(?:option\s+|choice\s+)?(\([A-J]\)|[A-J](?![\w'\u2019]))",
     re.IGNORECASE,
 )
+_SAID = re.compile(r"\banswer\b\s*(?:is|was|:)\s*:?\s*(\S[^\n]*)", re.IGNORECASE)
 _WHOLE = re.compile(r"(?:option\s+|choice\s+)?(?:\(([A-J])\)|([A-J]))(?:\s*[).:](?:\s+.*)?|\s*\.?)", re.IGNORECASE)
 _ANOTHER = re.compile(r"\s*(?:,|/|&|\bor\b|\band\b)\s*(?:option\s+|choice\s+)?\(?[A-J](?![\w'])", re.IGNORECASE)
 _DENIED = re.compile(r"\b(?:not|never|isn't|cannot be)\s*(?:option\s+|choice\s+)?\(?$", re.IGNORECASE)
@@ -30,8 +31,9 @@ class ChoiceGrader(Grader):
     place = r"after the thinking part, \boxed{letter}, the last `answer is letter`, or a last line that is one letter"
 
     def find(self, response: str) -> str | None:
+        """A letter, or the words of an answer that may be the text of a choice."""
         text = after_thinking(response)
-        return None if text is None else find_letter(text)
+        return None if text is None else find_letter(text) or find_words(text)
 
     def label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
         choices = metadata.get("choices")
@@ -44,7 +46,11 @@ class ChoiceGrader(Grader):
         return None if letter in letters else f"the letter {letter} is none of {', '.join(letters)}"
 
     async def compare(self, answer: str, sample: Sample) -> Reward:
-        return float(answer == right_letter(sample.label, sample.metadata))
+        letter = right_letter(sample.label, sample.metadata)
+        choices = sample.metadata.get("choices") or []
+        if letter is None or len(answer) == 1 or LETTERS.index(letter) >= len(choices):
+            return float(answer == letter)
+        return float(_plain(answer) == _plain(str(choices[LETTERS.index(letter)])))
 
     def right_answer(self, label: Any, metadata: dict[str, Any]) -> str | None:
         return right_letter(label, metadata)
@@ -66,6 +72,14 @@ def find_letter(text: str) -> str | None:
             return None
         return last[1].strip("()").upper()
     return _whole_letter(plain.splitlines()[-1]) if plain else None
+
+
+def find_words(text: str) -> str | None:
+    """What a final answer says, where it is no letter."""
+    if r"\boxed" in text or r"\fbox" in text:
+        return extract_boxed(text) or None
+    said = _SAID.findall(_MARKUP.sub(lambda match: match[1] or "", text))
+    return said[-1] if said else None
 
 
 def right_letter(label: Any, metadata: dict[str, Any]) -> str | None:
@@ -100,6 +114,10 @@ def _whole_letter(text: str) -> str | None:
     rest = text[match.end(1) if match[1] else match.end(2) :]
     several = _ANOTHER.match(rest.lstrip(").:")) is not None
     return None if several else letter.upper()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().strip(" .").split())
 
 
 def _is_article(match: re.Match[str]) -> bool:

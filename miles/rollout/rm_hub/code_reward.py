@@ -39,7 +39,8 @@ class CodeGrader(Grader):
                 f"--rm-type code: no sandbox can be built on this machine ({reason}). It needs Linux 5.12 "
                 "or newer with unprivileged user namespaces: in a container start it with seccomp and "
                 "AppArmor profiles that allow them, on a host set kernel.unprivileged_userns_clone=1 (Debian) or "
-                "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu). Programs are never run without it"
+                "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), and user.max_user_namespaces "
+                "above 0. Programs are never run without it"
             )
 
     def find(self, response: str) -> str | None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles.errors import ConfigError
 from miles.rollout.rm_hub.builtin import BUILTIN
@@ -121,3 +123,17 @@ def test_a_written_answer_is_found_and_right(name: str) -> None:
             answer = reward.right_answer(label, {})
             assert answer == label
             assert grade(reward, [(label, reward.write(answer))]) == [1]
+
+
+TEXT = "0123456789abcdfAB. ,:()<>/think#\\boxed{}$%`*\n\u2212answerisor\ud7ff"
+
+
+@given(
+    responses=st.lists(st.text(TEXT, max_size=60), min_size=1, max_size=5), label=st.sampled_from(["5", "1,000", "B"])
+)
+def test_no_response_breaks_a_reward_or_leaves_its_range(responses: list[str], label: str) -> None:
+    pairs = [(label, text) for text in responses]
+    for name in ("gsm8k", "f1", "exact", "gpqa", "format", "dapo", "boxed_f1", "deterministic_random"):
+        if name != "gsm8k" or label != "B":
+            low = -1 if name == "dapo" else 0
+            assert all(low <= reward <= 1 for reward in rewards(name, pairs))

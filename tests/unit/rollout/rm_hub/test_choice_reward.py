@@ -62,6 +62,22 @@ def test_the_right_letter_comes_from_a_letter_an_index_or_a_text(
     assert right_letter(label, metadata) == letter
 
 
+def test_the_text_of_a_choice_counts_as_its_letter() -> None:
+    metadata = {"choices": ["a dark red", "blue", "B or C"]}
+    texts = [
+        "The answer is blue.",
+        r"\boxed{Blue}",
+        "Answer: **blue**",
+        "The answer is dark blue",
+        "It may be blue",
+        "blue",
+    ]
+    with make_reward("gpqa") as reward:
+        assert grade(reward, [("B", text) for text in texts], metadata) == [1.0, 1.0, 1.0, 0.0, 0, 0]
+        assert grade(reward, [("A", "The answer is a dark red"), ("C", "The answer is B or C")], metadata) == [1.0, 1.0]
+        assert grade(reward, [("B", "The answer is B or C"), ("B", "The answer is blue")]) == [0.0, 0.0]
+
+
 def test_gpqa_grades_and_refuses_labels_without_a_choice() -> None:
     with make_reward("gpqa") as reward:
         assert grade(reward, [("B", "<think>The answer is A</think>The answer is B"), ("B", "A")]) == [1.0, 0.0]
