@@ -128,6 +128,14 @@ def test_repeats_and_order_of_arrival_change_no_bit(make_trainer, make_rollout, 
     assert all(torch.equal(outcomes[0][2][key], outcomes[1][2][key]) for key in outcomes[0][2])
 
 
+def test_a_learning_rate_of_zero_changes_no_weight(make_trainer, make_samples) -> None:
+    trainer = make_trainer(lr=0.0, weight_decay=0.1, entropy_coef=0.1, total_steps=20)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    for rollout_id in range(20):
+        trainer.train(make_samples(), rollout_id=rollout_id, weight_version=rollout_id)
+    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
 def bandit(trainer: LocalTrainer, *, steps: int, wanted: int = 3, seed: int = 0, age: int = 0) -> float:
     """One-token answers by weights of `age` steps ago, reward 1 for one token: its probability in the end."""
     prompt, generator, history = [1, 2], torch.Generator().manual_seed(seed), []
