@@ -12,6 +12,8 @@ from miles.rollout.rm_hub.math_grade import grade_exactly, label_problem, needs_
 from miles.types import Sample
 
 _PLAIN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*\{?\s*-?\d+\s*\}?")
+_ARITHMETIC = re.compile(r"[\d)}]\s*(?:[-+*^!(×·÷\u2212]|\\cdot|\\times|\\div)|\\(?:sqrt|d?binom)")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
@@ -64,7 +66,8 @@ class MathGrader(Grader):
 
 
 class Gsm8kGrader(MathGrader):
-    """`gsm8k`: labels are numbers, so an answer that exact arithmetic cannot read is wrong. Needs no process."""
+    """`gsm8k`: the answer must be a number, and not arithmetic that is left to the reader: `16-3-4` copied from the
+    question is no answer. Needs no process."""
 
     def start(self) -> None:
         pass
@@ -76,6 +79,9 @@ class Gsm8kGrader(MathGrader):
         label = extract_label(str(sample.label)) or ""
         if "tolerance" not in sample.metadata and _PLAIN.fullmatch(label) and _PLAIN.fullmatch(answer):
             return label == answer or Fraction(label.replace(",", "")) == Fraction(answer.replace(",", ""))
+        number = _POWER_OF_TEN.sub("", answer.rpartition("=")[2]).strip(" *`")
+        if _ARITHMETIC.search(number):
+            return False
         return grade_exactly(label, answer, tolerance=_tolerance(sample.metadata)) is True
 
     def write(self, answer: str) -> str:

@@ -23,6 +23,22 @@ def test_gsm8k_reads_the_line_or_the_box_and_compares_numbers_exactly() -> None:
     assert rewards("gsm8k", [("work\n#### 1,234", text) for text in right + wrong]) == [1] * 5 + [0] * 7
 
 
+@pytest.mark.parametrize(
+    "answer", ["17+1", "9*2", "2*(4+5)", r"3\times 6", "20 - 2", "36÷2", r"\sqrt{324}", "18!/17!", "4^2+2"]
+)
+def test_gsm8k_takes_no_arithmetic_for_a_number(answer: str) -> None:
+    pairs = [("18", f"#### {answer}"), ("18", f"#### {answer} = 18"), ("18", f"#### {answer} = 19")]
+    assert rewards("gsm8k", pairs) == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["18.0", "**18**", r"1.8\times10^{1}", "1.8e1", "$18", "18 eggs", "36/2", r"\frac{36}{2}", "x = 18", "+18"],
+)
+def test_gsm8k_takes_a_number_in_any_notation(answer: str) -> None:
+    assert rewards("gsm8k", [("18", f"#### {answer}"), ("19", f"#### {answer}")]) == [1, 0]
+
+
 def test_gsm8k_refuses_labels_that_are_not_numbers() -> None:
     with make_reward("gsm8k") as reward:
         assert reward.label_problem(r"\sqrt{2}", {}) == "it is not a number"
