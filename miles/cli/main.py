@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a model with reinforcement learning, or on given answers",
     "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
     "watch": "watch a run from outside and stop it when it is dead; pause it while the GPU is hot",
+    "report": "show one run: on the terminal and as a page",
     "models": "list and fetch models that Miles can turn into a Hugging Face folder",
     "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
 }

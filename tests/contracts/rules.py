@@ -69,6 +69,7 @@ FAULT_BOUNDARIES = {
     "rollout/custom_reward.py::_call",
     "rollout/rm_hub/fork_server.py::work",
     "rollout/rm_hub/sandbox/candidate.py::main",
+    "report/sample_view.py::_tokenizer",
 }
 
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")

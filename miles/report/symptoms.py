@@ -1,0 +1,399 @@
+"""Symptoms that a log alone shows: each function looks for one entry of the manual's troubleshooting chapter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import fmean, median
+
+from miles.report import signals
+from miles.report.findings import BAD, FATAL, NOTE, WATCH, Finding
+from miles.report.logs import UNAVAILABLE, Log, LogLine
+from miles.report.outage import CHECKS, replay_offsets
+from miles.report.runs import RunData
+from miles.report.summary import ZERO_STD, duration, number
+
+ENGINE_START = timedelta(minutes=5)
+GAP_ALARM = 0.05  # healthy gaps between bfloat16 programs are near 0.015
+CRITICAL_MEMORY = 0.9
+
+_CUDA_MEMORY = r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
+_EXCEPTION = re.compile(r"^(?:Error: |(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: |$))")
+
+
+def dead_engine(run: RunData) -> Finding | None:
+    log = run.log
+    if log is None or not log.unavailable or log.first_time is None or log.last_time is None:
+        return None
+    times = [(time - log.unavailable[0]).total_seconds() for time in log.unavailable]
+    end = (log.last_time - log.unavailable[0]).total_seconds()
+    replays = replay_offsets(times, end_s=end)
+    count = f"{len(times):,} lines of {UNAVAILABLE} in {duration(times[-1])}"
+    if all(one.stopped_after_s is not None for one in replays):
+        before = _last_error(log, before=log.unavailable[0].timestamp())
+        evidence = [count, f"the watchdog rule would have stopped the run, at each of {len(replays)} offsets"]
+        evidence += [f"above the first of them: {before.message}"] if before else []
+        return Finding(
+            "dead_engine",
+            "The rollout engine is dead and the run goes on asking it",
+            FATAL,
+            tuple(evidence),
+            "Stop the run and read the engine's lines above the first refused request. Guard every run: miles watch.",
+            ("--engine-mem-fraction-static", "--attn-implementation"),
+            "7.1",
+        )
+    most = max(one.most_in_row for one in replays)
+    if most and not run.steps and not run.evals:
+        return Finding(
+            "eval_refused",
+            "Requests were refused before the first step and none was finished",
+            BAD,
+            (count,),
+            "The engine was not ready or not alive. Try a run of two steps, with evaluation off first.",
+            ("--skip-eval-before-train", "--eval-interval"),
+            "6.2",
+        )
+    return Finding(
+        "refused_bursts",
+        "The router refused requests in bursts, and they were retried",
+        NOTE,
+        (count, f"at most {most} checks in a row were above the limit; a dead engine has {CHECKS}"),
+        "Nothing is lost. Fewer open requests make the bursts rarer.",
+        ("--rollout-batch-size", "--n-samples-per-prompt"),
+        "3.1",
+    )
+
+
+def reward_import(run: RunData) -> Finding | None:
+    line = _find(run, r"(?:ModuleNotFoundError|ImportError): |AttributeError: module '[\w.]+' has no attribute")
+    if line is None or run.steps:
+        return None
+    reward = run.setting("custom_rm_path")
+    return Finding(
+        "reward_import",
+        "A module that a flag names cannot be imported, and no rollout followed",
+        FATAL,
+        (_quote(line), *((f"--custom-rm-path is {reward}",) if reward else ())),
+        "Stop the run: it does not stop by itself. Make PYTHONPATH reach the folder of the module, and start again.",
+        ("--custom-rm-path",),
+        "7.1",
+    )
+
+
+def flash_attention_3(run: RunData) -> Finding | None:
+    line = _find(run, r"FlashAttention v3 Backend requires SM")
+    if line is None:
+        return None
+    return Finding(
+        "flash_attention_3",
+        "FlashAttention 3 does not run on this GPU",
+        FATAL + 5,  # it is the cause of the dead engine that follows
+        (_quote(line),),
+        "Leave true on-policy mode off on this GPU, and use the default attention. Another backend named in the "
+        "message starts a run, but not one that is bit-exact.",
+        ("--true-on-policy-mode", "--sglang-attention-backend"),
+        "4.6",
+    )
+
+
+def node_memory(run: RunData) -> Finding | None:
+    line = _find(run, r"Memory on the node .*was ([\d.]+)\s*GB / ([\d.]+)\s*GB|ray\.exceptions\.OutOfMemoryError")
+    if line is None:
+        return None
+    node = re.search(r"was ([\d.]+)\s*GB / ([\d.]+)\s*GB", line.message)
+    share = f"the node held {node[1]} of {node[2]} GB" if node else _quote(line)
+    return Finding(
+        "node_memory",
+        "Ray ended a worker because the memory of the node was nearly full",
+        FATAL,
+        (share, f"{len(run.steps)} steps were finished before"),
+        "Use a smaller model or less work per step. Do not raise Ray's threshold: the number is real, also where CPU "
+        "and GPU share their memory. A smaller share for the engine did not help.",
+        ("--hf-checkpoint", "--rollout-batch-size", "--n-samples-per-prompt", "--rollout-max-response-len"),
+        "2.3",
+    )
+
+
+def attention_name(run: RunData) -> Finding | None:
+    line = _find(
+        run,
+        r"attn_implementation.* is not (?:supported|a valid)|not a valid attention implementation|"
+        r"only possible arguments are .*attn_implementation",
+    )
+    if line is None:
+        return None
+    return Finding(
+        "attention_name",
+        "The trainer does not know this attention implementation",
+        FATAL,
+        (_quote(line),),
+        "Take one of the names in the message, or leave the setting at its default.",
+        ("--attn-implementation",),
+        "7.1",
+    )
+
+
+def engine_memory(run: RunData) -> Finding | None:
+    line = _find(run, _CUDA_MEMORY)
+    if line is not None and _find(run, r"ray\.exceptions\.OutOfMemoryError") is None:
+        early = "during start-up or the first rollout" if not run.steps else f"after {len(run.steps)} steps"
+        return Finding(
+            "engine_memory",
+            f"The GPU ran out of memory {early}",
+            FATAL,
+            (_quote(line), _fraction(run)),
+            "Lower the engine's share by 0.05 or 0.1 (0.8 at most when trainer and engine share the GPU), or give the "
+            "trainer fewer tokens at a time.",
+            ("--engine-mem-fraction-static", "--max-tokens-per-gpu"),
+            "7.1",
+        )
+    tokens = run.log.kv_tokens if run.log is not None else None
+    needed = _tokens_needed(run)
+    if tokens is None or needed is None or tokens * 8 >= needed:
+        return None
+    return Finding(
+        "small_cache",
+        "The KV cache is too small for the answers of a step",
+        BAD,
+        (f"it holds {tokens:,} tokens; the answers of a step need {needed:,.0f}", _fraction(run)),
+        "Raise the engine's share of memory by 0.05 or 0.1.",
+        ("--engine-mem-fraction-static",),
+        "7.1",
+    )
+
+
+def _fraction(run: RunData) -> str:
+    for name in ("engine_mem_fraction_static", "sglang_mem_fraction_static"):
+        if run.setting(name) is not None:
+            return f"--{name.replace('_', '-')} is {run.setting(name)}"
+    return "the engine's share of memory is at its default"
+
+
+def _tokens_needed(run: RunData) -> float | None:
+    """Tokens of all answers of a step and their prompts, from the first step."""
+    totals = run.values("rollout/total_lengths")
+    prompts, answers = run.number_setting("rollout_batch_size"), run.number_setting("n_samples_per_prompt")
+    if not totals:
+        return None
+    return fmean(totals[:3]) * ((prompts or 32) * (answers or 8))
+
+
+def engine_start(run: RunData) -> Finding | None:
+    log = run.log
+    if (
+        log is None
+        or run.steps
+        or log.unavailable
+        or log.kv_tokens is not None
+        or not log.first_time
+        or not log.last_time
+    ):
+        return None
+    waited = log.last_time - log.first_time
+    if waited < ENGINE_START or not log.is_public and log.find("ray start|sglang") is None:
+        return None
+    return Finding(
+        "engine_start",
+        "The rollout engine did not start",
+        BAD,
+        (f"no line about the KV cache in {duration(waited)}", *_error_text(log)),
+        "Read the lines above for an Error or an AssertionError.",
+        (),
+        "1.1",
+    )
+
+
+def step_zero_gap(run: RunData) -> Finding | None:
+    gaps = run.series(signals.GAP)
+    if not gaps or gaps[0][0] != 0 or not gaps[0][1] > GAP_ALARM:
+        return None
+    return Finding(
+        "step_zero_gap",
+        "Trainer and engine disagree from the first step on",
+        BAD + 20,
+        (f"{signals.GAP} is {number(gaps[0][1])} at step 0; 0.01 to 0.02 is usual in bfloat16",),
+        "Stop before it trains on wrong numbers: both sides must load the same weights in the same format and sample "
+        "with the temperature, top-p and top-k that the trainer scores with.",
+        ("--hf-checkpoint", "--load", "--rollout-temperature", "--rollout-top-p", "--rollout-top-k"),
+        "5.2",
+    )
+
+
+def fractional_rewards(run: RunData) -> Finding | None:
+    """A group of equal fractions gets advantages from float32 rounding in public Miles."""
+    if run.log is None or not run.log.is_public:
+        return None
+    rewards: dict[str, float] = {}
+    for step in run.steps:
+        for name, count in step.metrics.items():
+            match = ZERO_STD.fullmatch(name)
+            if match is not None and count > 0 and _is_inexact(match[1]):
+                rewards[match[1]] = rewards.get(match[1], 0) + count
+    if not rewards:
+        return None
+    listed = ", ".join(f"{count:.0f} groups with every reward {reward}" for reward, count in sorted(rewards.items()))
+    return Finding(
+        "fractional_rewards",
+        "Groups of equal fractional rewards may get small advantages",
+        WATCH,
+        (listed, "float32 cannot hold these exactly: 16 rewards of 0.3 gave advantages of 0.029"),
+        "Round rewards to multiples of 0.25, or drop groups without spread.",
+        ("--dynamic-sampling-filter-path",),
+        "3.5",
+    )
+
+
+def _is_inexact(reward: str) -> bool:
+    try:
+        return (float(reward) * 4) % 1 != 0
+    except ValueError:
+        return False
+
+
+def broken_numbers(run: RunData) -> Finding | None:
+    for name in ("train/loss", "train/grad_norm", "train/pg_loss"):
+        for step, value in run.series(name):
+            if not math.isfinite(value):
+                return _broken(run, f"{name} is {value} at step {step}")
+    norms = run.series("train/grad_norm")
+    for place in range(1, len(norms)):
+        usual = median(value for _, value in norms[max(0, place - 10) : place])
+        if usual > 0 and norms[place][1] > 30 * usual:
+            step, norm = norms[place]
+            return _broken(run, f"train/grad_norm jumps from {number(usual)} to {number(norm)} at step {step}")
+    line = _find(run, r"Watchdog caught collective operation timeout|NCCL (?:watchdog|operation) .*time|is not finite")
+    return _broken(run, _quote(line)) if line is not None and run.steps else None
+
+
+def _broken(run: RunData, evidence: str) -> Finding:
+    offloads = any(value > 0 for value in run.values("perf/sleep_time"))
+    return Finding(
+        "broken_numbers",
+        "The numbers of the training broke",
+        BAD + 25,
+        (evidence, *(("the trainer's state is offloaded between steps",) if offloads else ())),
+        "Run once without offload of the trainer and compare; with FSDP2 on several GPUs, shards of uneven size have "
+        "been corrupted by it. Otherwise lower the learning rate and look at the rewards of that step.",
+        ("--no-offload-train", "--lr", "--clip-grad") if offloads else ("--lr", "--clip-grad"),
+        "7.1",
+    )
+
+
+def weight_update(run: RunData) -> Finding | None:
+    line = _find(run, r"Message truncated|Segmentation fault|SIGSEGV|ncclSystemError|ncclInternalError")
+    if line is None:
+        return None
+    truncated = "Message truncated" in line.message
+    return Finding(
+        "weight_update",
+        "The transfer of the weights failed",
+        FATAL,
+        (_quote(line),),
+        "Turn deterministic serving off on engines of several GPUs: the two sides set different numbers of channels."
+        if truncated
+        else "Update NCCL to 2.31 or later: 2.29 and 2.30 crashed with pipeline stages and a tuner plugin.",
+        ("--sglang-enable-deterministic-inference",) if truncated else (),
+        "7.1",
+    )
+
+
+def ray_cluster(run: RunData) -> Finding | None:
+    external = _find(run, r"MILES_SCRIPT_EXTERNAL_RAY=['\"]?1")
+    cleanup = _find(run, r"\b(?:pkill|killall)\b.*\b(?:sglang|ray|miles|redis)\b")
+    if cleanup is None or external is None:
+        return None
+    return Finding(
+        "ray_cluster",
+        "The launcher ends every process with a broad name, in a Ray cluster that is yours",
+        BAD,
+        (_quote(external), _quote(cleanup)),
+        "Remove the cleanup from the launcher, or give the run a Ray cluster of its own.",
+        (),
+        "6.3",
+    )
+
+
+def wandb_group(run: RunData) -> Finding | None:
+    line = _find(run, r"unsupported operand type\(s\) for \+: 'NoneType' and 'str'")
+    if line is None or run.steps:
+        return None
+    return Finding(
+        "wandb_group",
+        "W&B was started without a group",
+        FATAL,
+        (_quote(line),),
+        "Name a group.",
+        ("--wandb-group",),
+        "5.1",
+    )
+
+
+def lost_checkpoint(run: RunData) -> Finding | None:
+    """`--load` was given and the run neither loaded anything nor wrote to that folder itself before."""
+    log, load = run.log, run.setting("load")
+    if log is None or run.folder is not None or not load or not run.steps:
+        return None
+    if log.find(r"Loaded model from|Loaded optimizer from|starting fresh") is not None or run.steps[0].number > 0:
+        return None
+    return Finding(
+        "fresh_start",
+        "The run started fresh although --load was given",
+        WATCH,
+        (f"--load is {load}; no line `Loaded model from`; the first step is {run.steps[0].number}",),
+        "On a first run this is right. Otherwise --load must name the parent folder, with its tracker file.",
+        ("--load",),
+        "6.3",
+    )
+
+
+def other_error(run: RunData) -> Finding | None:
+    """The last error of a run that did not finish: what no other entry explained."""
+    if run.log is None or run.finished:
+        return None
+    line = _last_error(run.log)
+    if line is None:
+        return None
+    score = WATCH if run.steps else BAD - 5
+    return Finding("error", "The log holds an error", score, (_quote(line),), "Read the lines around it.")
+
+
+def _find(run: RunData, pattern: str) -> LogLine | None:
+    return run.log.find(pattern) if run.log is not None else None
+
+
+def _quote(line: LogLine) -> str:
+    text = line.message.strip()
+    return f"line {line.number}: {text if len(text) <= 300 else text[:299] + '…'}"
+
+
+def _last_error(log: Log, *, before: float | None = None) -> LogLine | None:
+    for line in reversed(log.lines):
+        early = before is None or line.time is None or line.time.timestamp() <= before
+        if early and _EXCEPTION.match(line.message.strip()) and UNAVAILABLE not in line.message:
+            return line
+    return None
+
+
+def _error_text(log: Log) -> tuple[str, ...]:
+    line = _last_error(log)
+    return (_quote(line),) if line is not None else ()
+
+
+SYMPTOMS: tuple[Callable[[RunData], Finding | None], ...] = (
+    dead_engine,
+    reward_import,
+    flash_attention_3,
+    node_memory,
+    attention_name,
+    engine_memory,
+    engine_start,
+    step_zero_gap,
+    fractional_rewards,
+    broken_numbers,
+    weight_update,
+    ray_cluster,
+    wandb_group,
+    lost_checkpoint,
+)
