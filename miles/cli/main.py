@@ -21,6 +21,8 @@ COMMANDS = {
     "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
     "watch": "watch a run from outside and stop it when it is dead; pause it while the GPU is hot",
     "report": "show one run: on the terminal and as a page",
+    "compare": "say whether a change helped: two setups, each with one or more seeds",
+    "diagnose": "find out why a run is flat, collapsing, slow or dead",
     "models": "list and fetch models that Miles can turn into a Hugging Face folder",
     "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
 }

@@ -24,6 +24,7 @@ COLOURS = {
     "blue": "blue", "violet": "magenta", "green": "green", "amber": "yellow",
     "teal": "cyan", "rose": "red", "grey": "bright_black",
 }  # fmt: skip
+PIPE_WIDTH = 140
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -53,9 +54,15 @@ def _write(path: Path, text: str) -> None:
         raise StorageError(f"{path}: cannot write: {error.strerror}; --html names another file") from error
 
 
+def open_console() -> Console:
+    """A terminal as wide as it is; a pipe or a file gets lines that need no wrapping."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
 def print_report(data: RunData, *, ranges: Ranges | None = None) -> None:
     """The terminal version: signals, phases, clean medians, findings."""
-    console = Console(highlight=False)
+    console = open_console()
     console.print(Text.assemble((data.name, "bold"), f"  {state(data)}  ", (headline(data), "bright_black")))
     console.print(_signal_table(data))
     phases = median_phases(data)
