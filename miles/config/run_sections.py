@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, flag
+from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Bounds, flag
+
+PORT = Bounds("from 0 to 65535", low=0, high=65535)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,29 @@ class RunDirConfig:
     )
     load: str | None = flag(None, "folder of checkpoints to resume from; default: the one of --save", resume=True)
     save_hf: str | None = flag(None, "also export the final weights as a Hugging Face folder", resume=True)
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """Trackers and alarms (metrics.jsonl is always written)"""
+
+    use_wandb: bool = flag(
+        False, "mirror the numbers to Weights & Biases; key: WANDB_API_KEY", resume=True
+    )
+    wandb_mode: str = flag(
+        "online", "offline keeps the data in a local folder", choices=("online", "offline", "disabled"), resume=True
+    )
+    wandb_project: str | None = flag(None, "project of the W&B run; default: miles", resume=True)
+    wandb_group: str | None = flag(None, "group of the W&B run; none is needed", resume=True)
+    wandb_dir: str | None = flag(None, "folder for the W&B files; default: the run folder", resume=True)
+    use_tensorboard: bool = flag(
+        False, "mirror the numbers to TensorBoard, in TENSORBOARD_DIR or tensorboard/ of the run folder", resume=True
+    )
+    use_prometheus: bool = flag(False, "offer the newest numbers to Prometheus, on this machine only", resume=True)
+    prometheus_port: int = flag(9090, "port of --use-prometheus", bounds=PORT, resume=True)
+    ranges: str | None = flag(
+        None, "healthy ranges, written by `miles compare --ranges`: leaving them is an alarm", resume=True
+    )
 
 
 @dataclass(frozen=True)

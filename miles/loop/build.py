@@ -32,6 +32,7 @@ from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import plan_schedule
 from miles.loop.stages import Run, restore
+from miles.loop.tracking import check_tracking, follow
 from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
@@ -126,6 +127,7 @@ def _assemble(
 ) -> Run:
     heartbeat = context.heartbeat
     load_hooks(config)  # a mistake in one must be found before a model is loaded
+    check_tracking(config.track)
     heartbeat.set_phase("load", detail="data")
     assert config.model.hf_checkpoint is not None, "rules.py demands --hf-checkpoint"
     model_folder = resolve_model(config.model.hf_checkpoint)
@@ -159,6 +161,7 @@ def _assemble(
     stack.callback(saver.close)
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
+    follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
     needs_engine = config.algorithm.loss_type != "sft_loss" or suites
     engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
     writers = Writers(config, source, suites, engine, rewards, max_context_len, heartbeat)

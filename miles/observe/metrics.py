@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from miles.observe import names
 from miles.observe.atomic import write_atomically
 
 EVENT_SCHEMA = 1
+Listener = Callable[[int, Mapping[str, float], str], None]
 
 
 class MetricsWriter:
@@ -33,6 +34,7 @@ class MetricsWriter:
         self._metrics_path = run_dir / "metrics.jsonl"
         self._events_path = run_dir / "events.jsonl"
         kept = [] if first_step is None else _records_before(self._metrics_path, first_step)
+        self._listeners: list[Listener] = []
         self._last_step = {record["kind"]: record["step"] for record in kept}
         try:
             write_atomically(self._metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -50,6 +52,12 @@ class MetricsWriter:
             assert math.isfinite(value), f"{name} of step {step} is {value}: it must be finite to be recorded"
         _append(self._metrics, {"kind": kind, "step": step, "time": now(), **metrics})
         self._last_step[kind] = step
+        for listener in self._listeners:
+            listener(step, metrics, kind)
+
+    def listen(self, listener: Listener) -> None:
+        """Call this with step, numbers and kind of every record from now on, after it is on disk."""
+        self._listeners.append(listener)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add something that happened: `start`, `resume`, `checkpoint`, `stop`, `error`, ..."""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from statistics import fmean, median
 
+from miles.observe.error_rule import NUM_OFFSETS, Limits, Timeline, replay
 from miles.report import signals
 from miles.report.findings import BAD, FATAL, NOTE, WATCH, Finding
 from miles.report.logs import UNAVAILABLE, Log, LogLine
-from miles.report.outage import CHECKS, replay_offsets
 from miles.report.runs import RunData
 from miles.report.summary import ZERO_STD, duration, number
 
@@ -27,13 +27,11 @@ def dead_engine(run: RunData) -> Finding | None:
     log = run.log
     if log is None or not log.unavailable or log.first_time is None or log.last_time is None:
         return None
-    times = [(time - log.unavailable[0]).total_seconds() for time in log.unavailable]
-    end = (log.last_time - log.unavailable[0]).total_seconds()
-    replays = replay_offsets(times, end_s=end)
-    count = f"{len(times):,} lines of {UNAVAILABLE} in {duration(times[-1])}"
-    if all(one.stopped_after_s is not None for one in replays):
+    rule = replay(refusals(log), Limits())
+    count = f"{len(log.unavailable):,} lines of {UNAVAILABLE} in {duration(log.unavailable[-1] - log.unavailable[0])}"
+    if rule.num_stopped == NUM_OFFSETS:
         before = _last_error(log, before=log.unavailable[0].timestamp())
-        evidence = [count, f"the watchdog rule would have stopped the run, at each of {len(replays)} offsets"]
+        evidence = [count, f"the watchdog rule would have stopped the run, at each of {NUM_OFFSETS} offsets"]
         evidence += [f"above the first of them: {before.message}"] if before else []
         return Finding(
             "dead_engine",
@@ -44,8 +42,7 @@ def dead_engine(run: RunData) -> Finding | None:
             ("--engine-mem-fraction-static", "--attn-implementation"),
             "7.1",
         )
-    most = max(one.most_in_row for one in replays)
-    if most and not run.steps and not run.evals:
+    if rule.most_in_a_row and not run.steps and not run.evals:
         return Finding(
             "eval_refused",
             "Requests were refused before the first step and none was finished",
@@ -59,11 +56,19 @@ def dead_engine(run: RunData) -> Finding | None:
         "refused_bursts",
         "The router refused requests in bursts, and they were retried",
         NOTE,
-        (count, f"at most {most} checks in a row were above the limit; a dead engine has {CHECKS}"),
+        (count, f"at most {rule.most_in_a_row} checks in a row were above the limit; a dead engine has {rule.checks}"),
         "Nothing is lost. Fewer open requests make the bursts rarer.",
         ("--rollout-batch-size", "--n-samples-per-prompt"),
         "3.1",
     )
+
+
+def refusals(log: Log) -> Timeline:
+    """The refused requests of a log, in seconds from the first of them, for the watchdog rule."""
+    first = log.unavailable[0]
+    seconds = [int((time - first).total_seconds()) for time in log.unavailable]
+    end = max(seconds[-1], int(((log.last_time or first) - first).total_seconds()))
+    return Timeline(first, seconds, end, end)
 
 
 def reward_import(run: RunData) -> Finding | None:
