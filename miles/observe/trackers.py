@@ -8,11 +8,13 @@ on later, or that missed something, is given what it lacks. Keys come from the e
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import netrc
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,20 +27,6 @@ from miles.observe.atomic import write_atomically
 from miles.observe.log import get_logger
 from miles.observe.metrics import read_records
 
-try:
-    import wandb
-except ImportError:
-    wandb = None  # type: ignore[assignment,unused-ignore]
-try:
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-except ImportError:
-    EventFileWriter = None
-try:
-    import prometheus_client
-except ImportError:
-    prometheus_client = None
-
 logger = get_logger(__name__)
 
 STATE_FILE = "trackers.json"
@@ -48,10 +36,12 @@ STEP_AXES = {"train/*": "rollout/step", "rollout/*": "rollout/step", "perf/*": "
 
 
 class Tracker(Protocol):
-    """One place that numbers go to. `redoes` says whether a step that is done again replaces the older one."""
+    """One place that numbers go to. `redoes` says whether a step that is done again replaces the older one; `failures`
+    are the errors that may come from outside."""
 
     name: str
     redoes: bool
+    failures: tuple[type[Exception], ...]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -86,7 +76,7 @@ class Trackers:
                 continue
             try:
                 tracker.log(step, {axis: float(step), **metrics})
-            except _FAILURES as error:
+            except tracker.failures as error:
                 self._leave_out(tracker, error)
                 continue
             self._state[tracker.name] = place
@@ -102,7 +92,7 @@ class Trackers:
         for tracker in self._trackers:
             try:
                 tracker.close()
-            except _FAILURES as error:
+            except tracker.failures as error:
                 self.num_failed += 1
                 logger.warning(f"{tracker.name} could not be closed: {error}")
 
@@ -110,14 +100,14 @@ class Trackers:
 def require_trackers(config: TrackConfig) -> None:
     """Raise a `ConfigError` for what is missing: a package, or a key. Quick: comes before a model loads."""
     problems = []
-    for wanted, package, extra in (
-        (config.use_wandb, wandb, "wandb"),
-        (config.use_tensorboard, EventFileWriter, "tensorboard"),
-        (config.use_prometheus, prometheus_client, "serve"),
+    for wanted, flag, package, extra in (
+        (config.use_wandb, "--use-wandb", "wandb", "wandb"),
+        (config.use_tensorboard, "--use-tensorboard", "tensorboard", "tensorboard"),
+        (config.use_prometheus, "--use-prometheus", "prometheus_client", "serve"),
     ):
-        if wanted and package is None:
-            problems.append(f"--use-{'prometheus' if extra == 'serve' else extra} needs `pip install miles[{extra}]`")
-    if config.use_wandb and wandb is not None and config.wandb_mode == "online" and not _has_wandb_key():
+        if wanted and not _is_installed(package):
+            problems.append(f"{flag} needs `pip install miles[{extra}]`")
+    if not problems and config.use_wandb and config.wandb_mode == "online" and not _has_wandb_key():
         problems.append(
             "--use-wandb finds no key: set WANDB_API_KEY in the environment (not on the command line), or use "
             "--wandb-mode offline"
@@ -155,6 +145,10 @@ class _Wandb:
     def __init__(
         self, config: TrackConfig, run_dir: Path, *, run_name: str, settings: Mapping[str, Any], state: dict[str, Any]
     ) -> None:
+        import wandb  # takes a second, and only a run that wants it pays
+
+        self.failures: tuple[type[Exception], ...] = (OSError, wandb.errors.Error)
+        mode: Any = config.wandb_mode
         state.setdefault("wandb_run_id", secrets.token_hex(4))
         folder = Path(config.wandb_dir) if config.wandb_dir else run_dir
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +161,7 @@ class _Wandb:
                 name=run_name,
                 id=state["wandb_run_id"],
                 resume="allow",
-                mode=config.wandb_mode,
+                mode=mode,
                 dir=str(folder),
                 config=dict(settings),
                 settings=wandb.Settings(silent=True, console="off"),
@@ -192,19 +186,24 @@ class _TensorBoard:
     name = "tensorboard"
     redoes = True
 
+    failures: tuple[type[Exception], ...] = (OSError,)
+
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = Path(os.environ.get("TENSORBOARD_DIR") or run_dir / "tensorboard")
         logger.info(f"Saving tensorboard log to {folder}")
         self._writer = EventFileWriter(str(folder))
         if first_step > 0:
             # Tells TensorBoard to forget this and later steps of the files before.
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=started))
+            self._writer.add_event(self._event(wall_time=time.time(), step=first_step, session_log=started))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values))
-        self._writer.add_event(event)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -217,7 +216,12 @@ class _Prometheus:
     name = "prometheus"
     redoes = True
 
+    failures: tuple[type[Exception], ...] = (OSError,)
+
     def __init__(self, port: int, *, run_name: str) -> None:
+        import prometheus_client
+
+        self._make_gauge = prometheus_client.Gauge
         self._run_name = run_name
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
@@ -239,9 +243,7 @@ class _Prometheus:
             if gauge is None:
                 metric = names.describe(name)
                 safe = "miles_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                gauge = prometheus_client.Gauge(
-                    safe, f"{metric.meaning} ({metric.unit})", ["run"], registry=self._registry
-                )
+                gauge = self._make_gauge(safe, f"{metric.meaning} ({metric.unit})", ["run"], registry=self._registry)
                 self._gauges[name] = gauge
             gauge.labels(run=self._run_name).set(value)
 
@@ -251,7 +253,8 @@ class _Prometheus:
         self._thread.join()
 
 
-_FAILURES: tuple[type[Exception], ...] = (OSError, *((wandb.errors.Error,) if wandb is not None else ()))
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _has_wandb_key() -> bool:
