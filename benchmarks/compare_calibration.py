@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "found": rows[0]["found"],
         "claims_hold": rows[0]["false_alarms"] < 0.05 and rows[0]["found"] >= 0.8,
         "seconds": time.perf_counter() - begin,
-        "hardware": environment["hardware"],
+        "hardware": environment["hardware"]["cpu"],
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "commit": environment["commit"],
         "date": date.today().isoformat(),

@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "show one run: on the terminal and as a page",
     "compare": "say whether a change helped: two setups, each with one or more seeds",
     "diagnose": "find out why a run is flat, collapsing, slow or dead",
+    "dashboard": "show runs on a live page of this machine",
     "models": "list and fetch models that Miles can turn into a Hugging Face folder",
     "convert": "turn a GGUF file or a checkpoint into a Hugging Face folder",
 }

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from miles.errors import StorageError
+from miles.errors import ConfigError, StorageError
 from miles.observe.atomic import write_atomically
+from miles.report.capture import check_results, check_run
 from miles.report.diagnose import diagnose
 from miles.report.findings import Finding
 from miles.report.html import headline, render_report
@@ -24,6 +25,7 @@ COLOURS = {
     "blue": "blue", "violet": "magenta", "green": "green", "amber": "yellow",
     "teal": "cyan", "rose": "red", "grey": "bright_black",
 }  # fmt: skip
+RESULTS = Path("benchmarks/results")
 PIPE_WIDTH = 140
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -31,11 +33,23 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def run(argv: Sequence[str]) -> int:
     """`miles report ...`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="miles report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a log of this or of public Miles")
+    parser.add_argument(
+        "run", type=Path, nargs="?", metavar="RUN", help="run folder, or a log of this or of public Miles"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="page to write; default: in the run folder")
     parser.add_argument("--pauses", type=Path, metavar="FILE", help="log of a heat guard")
     parser.add_argument("--ranges", type=Path, metavar="FILE", help="healthy ranges of `miles compare --ranges`")
+    parser.add_argument(
+        "--check", action="store_true", help="follow every stored figure of the run from its raw data, and stop"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="with --check: also of the benchmark results in this folder"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.check:
+        return print_checks(arguments)
+    if arguments.run is None:
+        raise ConfigError("miles report needs a run folder or a log")
     data = open_run(arguments.run, pauses=arguments.pauses)
     ranges = load_ranges(arguments.ranges) if arguments.ranges is not None else None
     print_report(data, ranges=ranges)
@@ -45,6 +59,24 @@ def run(argv: Sequence[str]) -> int:
         _write(data.folder / "summary.json", json.dumps(stored_summary(data), indent=2) + "\n")
     print(f"page: {page}")
     return 0
+
+
+def print_checks(arguments: argparse.Namespace) -> int:
+    """The capture kit; exit code 1 when a figure does not follow."""
+    checks = []
+    if arguments.run is not None:
+        checks += check_run(open_run(arguments.run, pauses=arguments.pauses))
+    folder = arguments.results or (RESULTS if RESULTS.is_dir() and arguments.run is None else None)
+    if folder is not None:
+        checks += check_results(folder)
+    if not checks:
+        raise ConfigError("there is nothing to check: name a run, or a folder of results with --results")
+    for check in checks:
+        word = {True: "ok", False: "WRONG", None: "no raw data"}[check.ok]
+        print(f"{word:<12} {check.name}: {check.detail}")
+    num_wrong = sum(check.ok is False for check in checks)
+    print(f"{len(checks)} checks, {num_wrong} wrong")
+    return 1 if num_wrong else 0
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,9 +54,7 @@ class RunDirConfig:
 class TrackConfig:
     """Trackers and alarms (metrics.jsonl is always written)"""
 
-    use_wandb: bool = flag(
-        False, "mirror the numbers to Weights & Biases; key: WANDB_API_KEY", resume=True
-    )
+    use_wandb: bool = flag(False, "mirror the numbers to Weights & Biases; key: WANDB_API_KEY", resume=True)
     wandb_mode: str = flag(
         "online", "offline keeps the data in a local folder", choices=("online", "offline", "disabled"), resume=True
     )

@@ -57,7 +57,7 @@ def no_signal(run: RunData) -> Finding | None:
     easier = "easier prompts, or a model that solves some" if wrong * 2 > sum(by_reward.values()) else "harder prompts"
     return Finding(
         "no_signal", "Most groups teach nothing", BAD - 5 if recent > 0.8 else WATCH + 10, tuple(evidence),
-        f"Drop such groups and draw others, or take {easier}. More answers per prompt help too: {FILTER}",
+        f"Drop such groups and draw others ({FILTER}), or take {easier}; more answers per prompt help too.",
         ("--dynamic-sampling-filter-path", "--over-sampling-batch-size", "--n-samples-per-prompt"), "3.2",
     )  # fmt: skip
 

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+
+from miles.cli import report
+from miles.report.capture import check_results, check_run
+from miles.report.runs import open_run
+from tests.conftest import REPOSITORY
+from tests.unit.report.folders import make_run, sample
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def samples(step):
+        return [sample(0, a, prompt="p", response="x", reward=float(a)) for a in range(2)]
+
+    folder = make_run(tmp_path / "run", [0.5] * 4, samples=samples)
+    assert report.run([str(folder)]) == 0
+    return folder
+
+
+def _wrong(folder):
+    return [check.name for check in check_run(open_run(folder)) if check.ok is False]
+
+
+def test_an_untouched_run_follows(folder, capsys):
+    assert _wrong(folder) == []
+    assert report.run(["--check", str(folder)]) == 0
+    assert "0 wrong" in capsys.readouterr().out
+
+
+def test_a_pause_that_was_added_changes_the_marks(folder):
+    (folder / "pauses.jsonl").write_text("2026-10-17T12:00:01Z pause\n2026-10-17T12:00:02Z resume\n")
+    assert "pauses marked again: clean_rollouts" in _wrong(folder)
+
+
+def test_a_changed_figure_is_found(folder, capsys):
+    path = folder / "summary.json"
+    stored = json.loads(path.read_text())
+    stored["medians"]["perf/step_time"]["all"] = 9.0
+    path.write_text(json.dumps(stored))
+    assert _wrong(folder) == ["medians computed again"]
+    assert report.run(["--check", str(folder)]) == 1
+    assert "perf/step_time.all is 9.0, follows as 10.0" in capsys.readouterr().out
+
+
+def test_a_changed_record_disagrees_with_the_samples_and_the_log(folder):
+    path = folder / "metrics.jsonl"
+    (folder / "log.txt").write_text(
+        "[2026-10-17 12:00:10.000 main] s.py:1 - rollout 0: {'rollout/raw_reward': 0.5}\n"
+        "[2026-10-17 12:00:10.000 main] s.py:1 - step 0: {'train/grad_norm': 0.5}\n"
+    )
+    assert _wrong(folder) == []
+    path.write_text(path.read_text().replace('"rollout/raw_reward": 0.5', '"rollout/raw_reward": 0.75', 1))
+    assert {"log agrees with metrics.jsonl", "rewards follow from the samples"} <= set(_wrong(folder))
+
+
+def test_watchdog_rule_of_stored_logs(cases_dir):
+    """The manual's figures: a dead engine is stopped after 273 to 302 s, bursts never."""
+    dead, bursts = (
+        check_run(open_run(cases_dir / "logs" / f"{name}.log"))[-1] for name in ("dead_engine", "refused_bursts")
+    )
+    assert dead.ok and "at 30 of 30 offsets" in dead.detail
+    assert bursts.ok and "at 0 of 30 offsets" in bursts.detail
+
+
+def test_figures_of_results_follow_from_what_is_beside_them(tmp_path):
+    good = {
+        "name": "x", "hardware": "h", "versions": {"a": "1"}, "commit": "c", "date": "d", "command": "e",
+        "seconds": 2.0, "limit_seconds": 1.0, "share_of_limit": 0.5, "times": [1.0, 2.0, 9.0], "median_times": 2.0,
+    }  # fmt: skip
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    (tmp_path / "bad.json").write_text(json.dumps(good | {"share_of_limit": 0.6, "commit": None}))
+    (tmp_path / "broken.json").write_text("{")
+    bad, broken, fine = check_results(tmp_path)
+    assert fine.ok and fine.detail == "2 figures follow"
+    assert bad.ok is False and "lacks commit" in bad.detail and "0.6, but 0.5 follows" in bad.detail
+    assert broken.ok is False
+
+
+def test_stored_calibration_holds():
+    result = json.loads(next((REPOSITORY / "benchmarks" / "results").glob("compare-calibration_*.json")).read_text())
+    main = result["settings"][0]
+    assert main["comparisons"] == 1000 and main["num_seeds"] == 3
+    assert main["false_alarms"] < 0.05 and main["found"] >= 0.8
