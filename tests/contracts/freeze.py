@@ -1,6 +1,6 @@
 """The flags and public names of Miles as text. A change of either is a decision: it shows up in a diff of these files.
 
-`python -m tests.contracts.freeze` writes both files anew.
+`python -m tests.contracts.freeze` writes both files anew, and the pages of `docs/` that list flags and metrics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from miles.config.flags import FLAGS
+from miles.report import reference
 
 FOLDER = Path(__file__).parent
 PUBLIC_MODULES = ("miles.types", "miles.errors", "miles.cli.main")
@@ -59,6 +60,8 @@ FROZEN = {"flags.txt": flag_lines, "public_names.txt": public_name_lines}
 def main() -> None:
     for file, lines in FROZEN.items():
         (FOLDER / file).write_text("\n".join(lines()) + "\n", encoding="utf-8")
+    for page, text in reference.PAGES.items():
+        (FOLDER.parents[1] / "docs" / page).write_text(text(), encoding="utf-8")
 
 
 if __name__ == "__main__":
