@@ -69,8 +69,8 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         "Made from `miles/observe/names.py` by `python -m miles.report.reference`. A run writes them to",
-        "`metrics.jsonl` (one record per step and per evaluation) and to `log.txt`; trackers mirror them. `<...>` stands",
-        "for a part that varies.",
+        "`metrics.jsonl` (one record per step and per evaluation) and to `log.txt`; trackers mirror them. `<...>`",
+        "stands for a part that varies.",
     ]
     for prefix, title in GROUPS.items():
         found = [(name, metric) for name, metric in METRICS.items() if name.split("/")[0] == prefix]
