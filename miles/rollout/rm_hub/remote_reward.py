@@ -34,9 +34,14 @@ class RemoteGrader(Grader):
     def find(self, response: str) -> str | None:
         return response
 
+    def label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
+        return (
+            "remote_rm needs --rm-url, the address of the service" if self.tools.config.reward.rm_url is None else None
+        )
+
     async def compare(self, answer: str, sample: Sample) -> Reward:
         settings = self.tools.config.reward
-        assert settings.rm_url is not None, "the rules of the config ask for --rm-url"
+        assert settings.rm_url is not None, "label_problem and the rules of the config ask for --rm-url"
         self._open()
         body = {"prompt": sample.prompt, "response": answer, "label": sample.label}
         wait_s, problem = FIRST_WAIT_S, ""

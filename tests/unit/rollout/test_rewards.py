@@ -277,6 +277,7 @@ def test_metadata_chooses_the_reward_of_a_row() -> None:
     assert made.check_label is not None
     assert made.check_label("x", {}) == "it is not a number" and made.check_label("x", {"rm_type": "exact"}) is None
     assert "no such reward as exakt; did you mean exact" in str(made.check_label("x", {"rm_type": "exakt"}))
+    assert "remote_rm needs --rm-url" in str(made.check_label("x", {"rm_type": "remote_rm"}))
     assert "expected the name of a reward" in str(made.check_label("x", {"rm_type": 5}))
 
 
