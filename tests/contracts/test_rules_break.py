@@ -53,7 +53,11 @@ CASES = {
     "absolute_imports": [({"ops/a.py": "from miles.ops import b\n"}, {"ops/a.py": "from . import b\n"}, "relative")],
     "file_sizes": [
         ({"ops/a.py": "x = 1\n" * 500}, {"ops/a.py": "x = 1\n" * 501}, "501 lines, at most 500"),
-        ({}, {f"ops/a{n}.py": "x = 1\n" * 500 for n in range(53)}, "26500 lines in all"),
+        (
+            {f"ops/a{n}.py": '"""Text."""\n\n# Comment.\n' + "x = 1\n" * 480 for n in range(41)},
+            {f"ops/a{n}.py": "x = 1\n" * 490 for n in range(41)},
+            "20090 lines of code in all",
+        ),
     ],
     "function_sizes": [
         ({"ops/a.py": JIT + LONG_FUNCTION}, {"ops/a.py": LONG_FUNCTION}, "long has 81 lines, at most 80"),
