@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,7 +13,8 @@ import jinja2
 from markupsafe import Markup
 
 from miles.report import signals
-from miles.report.diagnose import Finding, diagnose
+from miles.report.diagnose import diagnose
+from miles.report.findings import Finding
 from miles.report.ranges import Ranges
 from miles.report.runs import RunData
 from miles.report.sample_view import Group, choose, load_groups
@@ -79,18 +81,17 @@ def static_text(name: str) -> Markup:
 
 def render_report(run: RunData, *, ranges: Ranges | None = None) -> str:
     """The whole page of one run, style and script included."""
-    view = run_view(run, ranges=ranges) | {"samples": _samples(run)}
+    view = run_view(run, diagnose(run, ranges=ranges), ranges=ranges) | {"samples": _samples(run)}
     template = environment().get_template("report.html.jinja")
     return template.render(view=view, style=static_text("style.css"), script=static_text("page.js"))
 
 
-def run_view(run: RunData, *, ranges: Ranges | None = None) -> dict[str, Any]:
+def run_view(run: RunData, findings: Sequence[Finding], *, ranges: Ranges | None = None) -> dict[str, Any]:
     """Everything that `sections.html.jinja` shows of a run."""
     summaries = signal_summaries(run)
     signal_views = [_signal_view(item, ranges) for item in summaries]
     typical = median_phases(run)
     step_times = run.values("perf/step_time")
-    findings: list[Finding] = diagnose(run, ranges=ranges)
     return {
         "name": run.name,
         "state": state(run),
@@ -105,7 +106,7 @@ def run_view(run: RunData, *, ranges: Ranges | None = None) -> dict[str, Any]:
         "findings": findings,
         **_reward(run),
         "phase_chart": Markup(phase_bars(typical, title="median seconds of each phase of a step")),
-        "phase_legend": [(phase.hue, index % 3, phase.title) for index, phase in enumerate(typical)],
+        "phase_legend": [(phase.hue, phase.shade, phase.title) for phase in typical],
         "step_chart": Markup(_steps(run, typical)),
         **_groups(run),
         **_lengths(run),
@@ -208,7 +209,7 @@ def _groups(run: RunData) -> dict[str, Any]:
     if not rewards and shares:
         lines = [Line("share of groups", shares, "grey")]
         chart = line_chart(lines, title="share without signal", width=520, height=190)
-    legend = [(hues[reward], place % 3, f"every reward {reward}") for place, reward in enumerate(rewards)]
+    legend = [(hues[reward], 0, f"every reward {reward}") for reward in rewards]
     return {"group_chart": Markup(chart), "group_legend": legend}
 
 

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from miles.errors import ConfigError, StorageError
 from miles.report import signals
 from miles.report.diagnose import diagnose
+from miles.report.findings import Finding
 from miles.report.gpu_now import GpuHistory, gpu_charts
 from miles.report.html import STATE_HUES, STATIC, environment, run_view
 from miles.report.ranges import Ranges
@@ -49,11 +50,12 @@ HEADERS = {
 
 
 @dataclass
-class _Read:
+class Read:
     """A run as it was read last: from which files, and how long reading took."""
 
     stamp: tuple[Any, ...]
     run: RunData
+    findings: list[Finding]
     time: float
     seconds: float
 
@@ -62,9 +64,10 @@ class RunStore:
     """The runs of some folders. A run is read again when its files changed, but never for more than a fifth of the
     time: a long log is read less often."""
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], ranges: Ranges | None) -> None:
         self._roots = list(roots)
-        self._reads: dict[str, _Read] = {}
+        self._ranges = ranges
+        self._reads: dict[str, Read] = {}
         self._lock = threading.Lock()
 
     def paths(self) -> dict[str, Path]:
@@ -77,6 +80,9 @@ class RunStore:
         return found
 
     def get(self, name: str) -> RunData:
+        return self.read(name).run
+
+    def read(self, name: str) -> Read:
         """Raises a 404 for a name that is not listed: names are never paths."""
         path = self.paths().get(name)
         if path is None:
@@ -86,18 +92,19 @@ class RunStore:
             stamp = tuple((path / file).stat().st_mtime_ns if (path / file).exists() else 0 for file in _WATCHED)
             now = time.monotonic()
             if known is not None and (known.stamp == stamp or now - known.time < 5 * known.seconds):
-                return known.run
+                return known
             try:
                 run = open_run(path)
             except (ConfigError, StorageError) as error:
                 raise HTTPException(503, str(error)) from error
-            self._reads[name] = _Read(stamp, run, now, time.monotonic() - now)
-            return run
+            findings = diagnose(run, ranges=self._ranges)
+            self._reads[name] = Read(stamp, run, findings, now, time.monotonic() - now)
+            return self._reads[name]
 
 
 def make_app(roots: Sequence[Path], *, ranges: Ranges | None = None, hosts: Sequence[str] = ()) -> Starlette:
     """The application. `hosts` are names, besides this machine's own, that the page may be asked under."""
-    store = RunStore(roots)
+    store = RunStore(roots, ranges)
     gpus = GpuHistory()
     pages = _Pages(store, gpus, ranges)
     routes = [
@@ -136,9 +143,10 @@ class _Pages:
         """Every run with its state, for the list at the side."""
         listed = []
         for name in self._store.paths():
-            run = self._store.get(name)
+            read = self._store.read(name)
+            run = read.run
             rewards = signals.values(run, "reward")
-            findings = [finding for finding in diagnose(run, ranges=self._ranges) if finding.level != "note"]
+            findings = [finding for finding in read.findings if finding.level != "note"]
             listed.append(
                 {
                     "name": name,
@@ -154,10 +162,13 @@ class _Pages:
         return JSONResponse(listed, headers=HEADERS)
 
     def view(self, request: Request) -> Response:
-        run = self._store.get(request.query_params.get("run", ""))
+        read = self._store.read(request.query_params.get("run", ""))
+        run = read.run
         alarms = [event for event in run.events if event["kind"] == "alarm"]
         template = environment().get_template("live.html.jinja")
-        return _html(template.render(view=run_view(run, ranges=self._ranges), alarms=alarms[-20:]), request)
+        return _html(
+            template.render(view=run_view(run, read.findings, ranges=self._ranges), alarms=alarms[-20:]), request
+        )
 
     def overlay(self, request: Request) -> Response:
         """The eight signals of several runs over each other."""

@@ -34,6 +34,9 @@ PHASES = (
     ("eval", "evaluation", "green", False),
     ("save_model", "checkpoint", "teal", False),
 )
+SHADES = {"wake_up": 1, "log_probs": 1, "eval": 1, "values": 1} | dict.fromkeys(
+    ("sleep", "data_preprocess", "ref_log_probs", "teacher_log_probs", "critic_train"), 2
+)
 REST = ("rest", "rest of training", "grey")
 
 ZERO_STD = re.compile(r"rollout/zero_std/count_(.+)")
@@ -45,6 +48,11 @@ class Phase:
     title: str
     hue: str
     seconds: float
+
+    @property
+    def shade(self) -> int:
+        """Tells phases of one colour apart, the same way on every page."""
+        return SHADES.get(self.name, 0)
 
 
 def phases(step: Step) -> list[Phase]:

@@ -148,7 +148,7 @@ def _tick(value: float) -> str:
     """Short enough for the margin: 1.5e-7, 20k."""
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
-    return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), f"{value:.3g}")
+    return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), f"{value:.4g}")
 
 
 def _chart_data(frame: Frame, lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]) -> str:
@@ -183,7 +183,6 @@ def stacked_bars(
     frame = Frame(width, height, first - 0.5 * stride, last + 0.5 * stride, 0.0, highest * 1.05 or 1.0)
     parts = _axes(frame)
     room = (width - LEFT - RIGHT) / (len(columns) + 0.0)
-    order = {name: index for index, name in enumerate(dict.fromkeys(phase.name for _, ps in columns for phase in ps))}
     for step, phases in columns:
         base = 0.0
         for phase in phases:
@@ -191,9 +190,8 @@ def stacked_bars(
             base += phase.seconds
             if bottom - top < 0.05:
                 continue
-            shade = order[phase.name] % 3
             parts.append(
-                f'<rect class="f-{phase.hue} shade-{shade}" x="{frame.x(step) - room * 0.42:.1f}" y="{top:.1f}" '
+                f'<rect class="f-{phase.hue} shade-{phase.shade}" x="{frame.x(step) - room * 0.42:.1f}" y="{top:.1f}" '
                 f'width="{max(room * 0.84, 0.8):.1f}" height="{bottom - top:.1f}">'
                 f"<title>step {step}, {escape(phase.title)}: {number(phase.seconds)} {unit}</title></rect>"
             )
@@ -214,7 +212,7 @@ def phase_bars(phases: Sequence[Phase], *, title: str, width: int = 520, unit: s
         size = phase.seconds / longest * (width - label - 130)
         parts.append(f'<text class="label" x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(phase.title)}</text>')
         box = f'x="{label}" y="{y + 2}" width="{max(size, 1.5):.1f}" height="{row - 7}" rx="2"'
-        parts.append(f'<rect class="f-{phase.hue} shade-{index % 3}" {box}/>')
+        parts.append(f'<rect class="f-{phase.hue} shade-{phase.shade}" {box}/>')
         share = f"{phase.seconds / total:.1%}"
         parts.append(
             f'<text class="value" x="{label + size + 8:.1f}" y="{y + 15}">{number(phase.seconds)} {unit} '
