@@ -19,8 +19,8 @@ from miles.report.runs import RunData, Step
 # (phase, title, hue, part of the training time): a step in the order of its phases.
 PHASES = (
     ("generate", "write answers", "violet", False),
-    ("reward", "grade", "green", False),
     ("rollout", "rollout", "violet", False),
+    ("reward", "grade", "green", False),
     ("wake_up", "onload", "amber", True),
     ("data_preprocess", "pack the batch", "blue", True),
     ("log_probs", "log-probs", "blue", True),
@@ -67,9 +67,10 @@ def phases(step: Step) -> list[Phase]:
             continue
         if in_training:
             parts += seconds
+        if name == "rollout":
+            seconds = max(0.0, seconds - (writes or 0.0) - get("perf/reward_time", 0.0))
         if name == "rollout" and writes is not None:
-            rest = seconds - writes - get("perf/reward_time", 0.0)
-            found.append(Phase(name, "rest of rollout", "grey", max(0.0, rest)))
+            found.append(Phase(name, "rest of rollout", "grey", seconds))
         else:
             found.append(Phase(name, title, hue, seconds))
     rest = get("perf/train_time", parts) - parts

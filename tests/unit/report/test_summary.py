@@ -71,6 +71,12 @@ def test_a_rollout_with_its_parts_is_split(tmp_path):
     assert (found["generate"], found["reward"], found["rollout"]) == (3.0, 0.5, 0.5)
 
 
+def test_grading_is_part_of_the_rollout(tmp_path):
+    run = open_run(make_run(tmp_path / "run", [0.5] * 3, extra=lambda step: {"perf/reward_time": 0.5}))
+    found = [(phase.name, phase.seconds) for phase in median_phases(run)]
+    assert found[:2] == [("rollout", 3.5), ("reward", 0.5)]
+
+
 def test_share_of_groups_is_logged_or_computed(tmp_path):
     run = open_run(make_run(tmp_path / "run", [0.5]))
     assert equal_groups(run)[0].share == 0.25
