@@ -28,6 +28,7 @@ from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.numbers import Hardware
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
+from miles.loop.preflight import report_at_start
 from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import plan_schedule
@@ -147,6 +148,7 @@ def _assemble(
     heartbeat.set_phase("load", detail="weights")
     placement = place(config.model, spec)
     logger.info(placement.describe())
+    report_at_start(config, spec, tokenizer, placement, save=folder.save, schedule=schedule)
     start_folder = _start_folder(config, model_folder, spec)
     model = _load_weights(start_folder, spec, placement)
     trainer = LocalTrainer(

@@ -77,6 +77,16 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver as it publishes it; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return match[1] if match else None
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
