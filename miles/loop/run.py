@@ -16,14 +16,18 @@ from miles.loop.worker import WorkerContext
 def train(config: RunConfig, folder: RunFolder, context: WorkerContext) -> None:
     """Run from the last checkpoint, or from the start, to the last rollout or until a stop is requested."""
     with build(config, folder, context) as run:
-        try:
-            stages.evaluate_if_due(run)
-            while run.num_done < run.schedule.num_rollout:
-                step(run)
-        except stages.Stopped:
-            stages.save_for_good(run)
-        else:
-            stages.finish(run)
+        run_to_end(run)
+
+
+def run_to_end(run: stages.Run) -> None:
+    try:
+        stages.evaluate_if_due(run)
+        while run.num_done < run.schedule.num_rollout:
+            step(run)
+    except stages.Stopped:
+        stages.save_for_good(run)
+    else:
+        stages.finish(run)
 
 
 def step(run: stages.Run) -> None:
