@@ -122,6 +122,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if _body_crc(body) != crc:
         raise _damaged(path, "its checksum is wrong")
+    if outside := [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise _damaged(path, f"it names {outside[0]!r}, which is not in the checkpoint")
     files = {name: FileMark(**mark) for name, mark in body["files"].items()}
     return Manifest(iteration=body["iteration"], files=files, state=body["state"])
 

@@ -11,12 +11,14 @@ from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
 from miles.config.loss_rules import loss_violations
 from miles.config.resolve import samples_per_rollout
+from miles.config.secrets import Secrets
 from miles.config.sections import RunConfig
 from miles.errors import ConfigError
 
 # What a worker says it is doing (`loop/stages.py`, `loop/build.py`).
 PHASES = ("start", "load", "eval", "rollout", "train", "update_weights", "save_model", "export_hf")
 
+_FOLDER_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 )
@@ -211,8 +213,18 @@ def _names_in_mappings(config: RunConfig) -> Iterator[str]:
 
 def _run_folder(config: RunConfig) -> Iterator[str]:
     name = config.run_dir.run_name
-    if name is not None and (name in ("", ".", "..") or "/" in name):
+    if name is not None and (name in (".", "..") or not _FOLDER_NAME.fullmatch(name)):
         yield f"--run-name {name!r} must be the name of one folder; --runs-dir says where it is"
+
+
+def _secrets(config: RunConfig) -> Iterator[str]:
+    secrets = Secrets()
+    for name, value in flatten(config).items():
+        if isinstance(value, (str, tuple, dict)) and secrets.are_in(str(value)):
+            yield (
+                f"{FLAGS[name].spelling} carries a password or a key, and config.yaml keeps every setting: put it into "
+                "an environment variable (a URL may name it: https://user:$NAME@host)"
+            )
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
@@ -230,4 +242,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _profile,
     _names_in_mappings,
     _run_folder,
+    _secrets,
 )

@@ -47,7 +47,7 @@ class Monitor:
     def output(self, line: bytes, *, shown: bool = True) -> None:
         """A line that the worker wrote to its log, stdout or stderr."""
         self.log.write(line)
-        text = line.decode(errors="replace").rstrip("\n")
+        text = self.log.secrets.hide(line.decode(errors="replace").rstrip("\n"))
         if match := _ERROR.search(text):
             self.last_error_line = match[match.lastindex or 0][:_MAX_ERROR_LENGTH]
         if shown:
@@ -63,7 +63,8 @@ class Monitor:
             self.show(lambda display: display.step(step, metrics, num_steps=num_steps))
         else:
             assert message["kind"] == "error", f"unknown message {message}"
-            self.error = End(message["exit_code"], message["message"], message["repairable"])
+            sentence = self.log.secrets.hide(message["message"])
+            self.error = End(message["exit_code"], sentence, message["repairable"])
 
     def tick(self) -> str | None:
         """Let time pass; returns what is wrong with the worker, or None (see `Watchdog.tick`)."""

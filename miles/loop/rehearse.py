@@ -147,7 +147,7 @@ class _Scenario:
 
     def curve(self) -> list[dict[str, Any]]:
         """What training computed, without what a clock says and without counts of graders that died."""
-        other = ("time", "perf/", "rollout/grader_")
+        other = ("time", "perf/", "rollout/grader_errors", "rollout/grader_timeouts")
         return [
             {name: value for name, value in record.items() if not name.startswith(other)}
             for record in _read(self.folder / "metrics.jsonl")

@@ -66,6 +66,8 @@ def weight_files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError):
             raise CheckpointError(f"{index} is damaged; download it again") from None
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it; download it again")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(

@@ -76,8 +76,10 @@ def load_spec(folder: Path) -> ModelSpec:
     config = _read_json(path)
     architectures = config.get("architectures") or ["(none named)"]
     if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        own_code = "; it needs code of its own (auto_map), which is never run here" if "auto_map" in config else ""
         raise CheckpointError(
-            f"{path}: architecture {architectures[0]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{path}: architecture {architectures[0]} is not supported{own_code}; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     _refuse_unsupported(path, config)
     try:

@@ -15,15 +15,12 @@ from typing import Any
 
 import psutil
 
+from miles.config.secrets import SECRET_NAME, Secrets
 from miles.observe.metrics import now
 
 _PACKAGES = (
     "miles", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "math-verify", "sympy",
 )  # fmt: skip
-_SECRET_NAME = re.compile(
-    r"(^|[-_])(token|secret|password|passwd|credentials?|(api|access|secret|wandb)[-_]?key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"\b(hf_\w{8,}|sk-[\w-]{8,})")
 _FINGERPRINT_BYTES = 1 << 20
 
 
@@ -49,17 +46,17 @@ def describe_environment(*, command: Sequence[str], model_folder: Path | None, s
 
 def hide_secrets(command: Sequence[str]) -> str:
     """The command line as one string, with `***` for the values of secrets (by name) and for known forms of keys."""
-    shown = []
+    shown, secrets = [], Secrets()
     hide_next = False
     for token in command:
         name, equals, _ = token.partition("=")
-        is_secret = _SECRET_NAME.search(name) is not None
+        is_secret = SECRET_NAME.search(name) is not None
         if hide_next:
             shown.append("***")
         elif is_secret and equals:
             shown.append(f"{name}=***")
         else:
-            shown.append(_SECRET_VALUE.sub("***", token))
+            shown.append(secrets.hide(token))
         hide_next = is_secret and not equals and token.startswith("--")
     return " ".join(token if token == "***" else shlex.quote(token) for token in shown)
 

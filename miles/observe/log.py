@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 
+from miles.config.secrets import Secrets
 from miles.errors import StorageError
 from miles.observe import names
 
@@ -71,12 +72,13 @@ class _WriteHandler(logging.Handler):
 
 
 class LogFile:
-    """`log.txt`, appended to. A full disk must not end a run that can still report it, so failed writes are counted;
-    a file that cannot be opened at all is a `StorageError`."""
+    """`log.txt`, appended to, with secrets hidden. A full disk must not end a run that can still report it, so failed
+    writes are counted; a file that cannot be opened at all is a `StorageError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_failed_writes = 0
+        self.secrets = Secrets()
         try:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -84,7 +86,7 @@ class LogFile:
 
     def write(self, data: bytes) -> None:
         try:
-            self._file.write(data)
+            self._file.write(self.secrets.hide(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
         except OSError:
             self.num_failed_writes += 1
 

@@ -83,6 +83,13 @@ FAULT_BOUNDARIES = {
     "report/sample_view.py::_tokenizer",
 }
 
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {
+    *("torch.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
+}
+SANDBOX = "rollout/rm_hub/sandbox/"  # runs the programs that models write, behind the walls of docs/rewards.md
+
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")
 WORKPLACE = re.compile(r"(?<![\w.-])/(work|opt/wheels|opt/pypi)\b")
 
@@ -155,6 +162,25 @@ def absolute_imports(package: Path) -> Iterator[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield f"{module.path}:{node.lineno}: relative import"
+
+
+def no_unsafe_calls(package: Path) -> Iterator[str]:
+    """Nothing is unpickled, no shell reads a text, no model brings code, no server listens to the network unasked."""
+    for module in modules(package):
+        for name, line in imports(module.tree):
+            if name.split(".")[0] in UNSAFE_MODULES:
+                yield f"{module.path}:{line}: imports {name}"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and node.value == "0.0.0.0":
+                yield f"{module.path}:{node.lineno}: a server listens on loopback unless the user says otherwise"
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            settings = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if called in UNSAFE_CALLS or (called in ("eval", "exec") and not module.path.startswith(SANDBOX)):
+                yield f"{module.path}:{node.lineno}: calls {called}"
+            if settings.get("shell", "False") != "False" or settings.get("trust_remote_code", "False") != "False":
+                yield f"{module.path}:{node.lineno}: shell or trust_remote_code is on"
 
 
 def file_sizes(package: Path) -> Iterator[str]:
@@ -306,6 +332,7 @@ PACKAGE_RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
     torch_free_files,
     imports_at_the_top,
     absolute_imports,
+    no_unsafe_calls,
     file_sizes,
     function_sizes,
     folder_names,

@@ -51,6 +51,18 @@ CASES = {
         ({"loop/on_ray.py": "def f():\n    import ray\n"}, {"loop/a.py": "def f():\n    import ray\n"}, "inside f"),
     ],
     "absolute_imports": [({"ops/a.py": "from miles.ops import b\n"}, {"ops/a.py": "from . import b\n"}, "relative")],
+    "no_unsafe_calls": [
+        ({"data/a.py": "import json\njson.loads(x)\n"}, {"data/a.py": "import pickle\n"}, "imports pickle"),
+        ({"model/a.py": "load_file(x)\n"}, {"model/a.py": "import torch\ntorch.load(x)\n"}, "calls torch.load"),
+        ({"cli/a.py": "run(['a'])\n"}, {"cli/a.py": "run('a', shell=True)\n"}, "shell or trust_remote_code"),
+        (
+            {"text/a.py": "load(x, trust_remote_code=False)\n"},
+            {"text/a.py": "load(x, trust_remote_code=flag)\n"},
+            "shell or trust_remote_code",
+        ),
+        ({"router/a.py": "serve('127.0.0.1')\n"}, {"router/a.py": "serve('0.0.0.0')\n"}, "loopback"),
+        ({"rollout/rm_hub/sandbox/a.py": "exec(x)\n"}, {"rollout/a.py": "eval(x)\n"}, "calls eval"),
+    ],
     "file_sizes": [
         ({"ops/a.py": "x = 1\n" * 500}, {"ops/a.py": "x = 1\n" * 501}, "501 lines, at most 500"),
         (

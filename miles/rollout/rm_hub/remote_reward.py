@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from typing import Any
 
@@ -50,7 +51,7 @@ class RemoteGrader(Grader):
                 await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))  # so that many do not come back at once
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
             try:
-                async with self._slots, self._session.post(settings.rm_url, json=body) as reply:
+                async with self._slots, self._session.post(os.path.expandvars(settings.rm_url), json=body) as reply:
                     text = await reply.text()
             except (aiohttp.ClientError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")

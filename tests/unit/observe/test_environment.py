@@ -7,7 +7,7 @@ from miles.observe.environment import describe_environment, fingerprint, hide_se
 def test_secrets_are_hidden_and_other_flags_are_not():
     command = [
         "miles", "train", "--wandb-key", "abc", "--hf-token=xyz", "WANDB_API_KEY=q", "--input-key", "question",
-        "--max-tokens-per-gpu", "4096", "--rollout-stop-token-ids", "7", "--save", "a b", "hf_abcdefghij",
+        "--max-tokens-per-gpu", "4096", "--rollout-stop-token-ids", "7", "--save", "a b", "hf_abcdefghijklmnopqr",
     ]  # fmt: skip
     shown = hide_secrets(command)
     assert shown == (
