@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +75,32 @@ def remove_checkpoint(root: Path, iteration: int) -> None:
     shutil.rmtree(doomed)
 
 
-def check_save_root(root: Path) -> None:
-    """Make the folder of the checkpoints, and raise `StorageError` now if nothing can be written there."""
+@contextmanager
+def saving_to(root: Path) -> Iterator[None]:
+    """Make the folder of the checkpoints and keep other runs from saving there. Raises `StorageError` now if nothing
+    can be written or another run is there: two would remove each other's unfinished saves."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
-            pass
+            lock_fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(
             f"--save {root}: no checkpoint could be saved here: {error.strerror}; choose another folder or get the "
             "rights to it"
+        ) from error
+    try:
+        _lock(lock_fd, root)
+        yield
+    finally:
+        os.close(lock_fd)
+
+
+def _lock(lock_fd: int, root: Path) -> None:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StorageError(
+            f"--save {root}: another run is saving here; wait for it, stop it, or choose another folder"
         ) from error
 
 

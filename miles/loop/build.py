@@ -18,7 +18,7 @@ from miles.checkpoint.background import Saver
 from miles.checkpoint.hf import check_export_target
 from miles.checkpoint.keep import Keep
 from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_folder
-from miles.checkpoint.save import check_save_root
+from miles.checkpoint.save import saving_to
 from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
@@ -141,8 +141,8 @@ def _assemble(
     suites = load_suites(config, tokenizer, max_context_len=max_context_len, check_label=check_label)
     schedule = plan_schedule(config, num_prompts=len(source))
     heartbeat.set_phase("load", detail="checkpoint")
+    stack.enter_context(saving_to(folder.save))
     loaded = _load_checkpoint(folder)
-    check_save_root(folder.save)
     if config.run_dir.save_hf is not None:
         check_export_target(Path(config.run_dir.save_hf))
     heartbeat.set_phase("load", detail="weights")

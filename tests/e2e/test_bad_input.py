@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import MODEL, ROWS, assert_same, is_one_error, records, state_of
+from tests.e2e.test_processes import wait_for
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_a_reward_that_fails_later_loses_no_finished_step(miles, whole_run, rewa
 def test_a_full_disk(miles, whole_run, part, expected):
     assert miles.train(num_rollout=2).code == 0
     is_one_error(miles.train(before=[["no_space", part]]), 1, expected)
-    assert not list((miles.run / "checkpoints").glob(".*")), "nothing half-written stays"
+    assert not list((miles.run / "checkpoints").glob(".tmp*")), "nothing half-written stays"
     assert miles.train().code == 0
     assert_same(miles.state(), state_of(whole_run))
 
@@ -282,12 +283,12 @@ def test_two_runs_that_share_a_checkpoint_folder(miles):
     is_one_error(ended, 2, "shared/iter_0000001 was saved by a run with other settings", "--lr: 0.001", "--load")
 
 
-def test_a_run_folder_in_use(miles):
+def test_folders_in_use(miles):
     (miles.folder / "slow").touch()
-    first = miles.start_train()
-    while not (miles.run / "log.txt").exists():
-        pass
+    first = miles.start_train(save="shared")
+    wait_for((miles.folder / "shared" / ".lock").exists)
     is_one_error(miles.train(), 1, "runs/run: another run is using this folder (pid ", "--run-name")
+    is_one_error(miles.train(save="shared", run_name="other"), 1, "--save shared: another run is saving here")
     os.kill(first.pid, 15)
     assert first.wait().code == 143
 

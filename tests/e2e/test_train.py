@@ -30,7 +30,7 @@ def test_a_run_folder(miles):
     }  # fmt: skip
     root = miles.run / "checkpoints"
     assert {path.name for path in root.iterdir()} == {
-        "iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt",
+        ".lock", "iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt",
     }  # fmt: skip
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert {path.name for path in (root / "iter_0000002").iterdir()} == {

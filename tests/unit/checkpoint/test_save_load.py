@@ -14,7 +14,7 @@ import torch
 
 from miles.checkpoint import save as save_module
 from miles.checkpoint.load import load_checkpoint, weights_folder
-from miles.checkpoint.save import save_checkpoint
+from miles.checkpoint.save import save_checkpoint, saving_to
 from miles.errors import CheckpointError, StorageError
 
 NUM_KILLS = 20
@@ -285,3 +285,18 @@ def test_kill_9_at_a_random_moment(root, source, caplog, seed):
     save(root, 4, source)
     assert_is(load_checkpoint(root), 4)
     assert not list(root.glob(".tmp-*"))
+
+
+def test_two_runs_cannot_save_to_one_folder(tmp_path):
+    folder = tmp_path / "checkpoints"
+    with saving_to(folder), pytest.raises(StorageError, match="another run is saving here"), saving_to(folder):
+        pass
+    with saving_to(folder):
+        pass
+
+
+def test_a_folder_that_cannot_hold_checkpoints_is_found_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    expected = "file: no checkpoint could be saved here: File exists"
+    with pytest.raises(StorageError, match=expected), saving_to(tmp_path / "file"):
+        pass
