@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it, which takes longer than a small run
 
 import miles.loop.run  # noqa: F401 - the slow import that every fork shares
 from miles.cli.main import main as miles
