@@ -10,7 +10,7 @@ from tests.e2e.harness import assert_same, state_of
 from tests.e2e.test_processes import wait_for
 
 KILL, TERM, INT = int(signal.SIGKILL), int(signal.SIGTERM), int(signal.SIGINT)
-STAGES = ["generate", "train", "publish", "report", "finish_step", "save", "stop_if_requested"]
+STAGES = ["generate", "publish", "report", "finish_step"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
