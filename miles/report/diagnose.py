@@ -6,7 +6,7 @@ from miles.report.causes import CAUSES
 from miles.report.findings import BAD, Finding
 from miles.report.ranges import RangeAlarm, Ranges
 from miles.report.runs import RunData
-from miles.report.symptoms import SYMPTOMS, other_error
+from miles.report.symptoms import SYMPTOMS, other_error, unfinished
 
 
 def diagnose(run: RunData, *, ranges: Ranges | None = None) -> list[Finding]:
@@ -15,8 +15,7 @@ def diagnose(run: RunData, *, ranges: Ranges | None = None) -> list[Finding]:
     if ranges is not None:
         found += _outside(run, ranges)
     if not any(finding.score >= BAD for finding in found):
-        error = other_error(run)
-        found += [error] if error is not None else []
+        found += [finding for look in (other_error, unfinished) if (finding := look(run)) is not None]
     return sorted(found, key=lambda finding: -finding.score)
 
 

@@ -13,7 +13,7 @@ from miles.report import signals
 from miles.report.findings import BAD, FATAL, NOTE, WATCH, Finding
 from miles.report.logs import UNAVAILABLE, Log, LogLine
 from miles.report.runs import RunData
-from miles.report.summary import ZERO_STD, duration, number
+from miles.report.summary import ZERO_STD, duration, number, state
 
 ENGINE_START = timedelta(minutes=5)
 GAP_ALARM = 0.05  # healthy gaps between bfloat16 programs are near 0.015
@@ -350,6 +350,34 @@ def lost_checkpoint(run: RunData) -> Finding | None:
         "On a first run this is right. Otherwise --load must name the parent folder, with its tracker file.",
         ("--load",),
         "6.3",
+    )
+
+
+def unfinished(run: RunData) -> Finding | None:
+    """A run folder whose process is gone before the end, or nothing that was finished at all."""
+    total = run.setting("num_rollout")
+    if state(run) == "ended early":
+        count = f"{len(run.steps)} of {total} steps are done" if total else f"{len(run.steps)} steps are done"
+        return Finding(
+            "ended_early",
+            "The run ended before its last step",
+            WATCH + 12,
+            (count, "no process of it is left"),
+            "The same command goes on from its last checkpoint; read the end of log.txt first.",
+            ("--use-fault-tolerance", "--save-interval"),
+            "6.3",
+        )
+    if run.steps or state(run) == "running":
+        return None
+    lines = run.log.num_lines if run.log is not None else 0
+    return Finding(
+        "no_step",
+        "No step was finished",
+        WATCH,
+        (f"{lines:,} lines of the log, none of a finished step",),
+        "Is it the log of a training run, and has its first step had the time to end?",
+        (),
+        "1.1",
     )
 
 

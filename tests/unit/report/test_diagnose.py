@@ -10,6 +10,7 @@ from miles.report.diagnose import diagnose
 from miles.report.findings import WATCH
 from miles.report.ranges import build_ranges
 from miles.report.runs import Step, open_run
+from tests.unit.report.folders import make_run
 from tests.unit.report.planted import PLANTED, Writer
 
 NAMES = [f"{plant.__name__}.log" for plant in PLANTED]
@@ -72,3 +73,11 @@ def test_values_outside_own_ranges_are_found(tmp_path):
     runs[2].steps = [Step(step.number, step.metrics | {"train/grad_norm": 2.0}) for step in runs[2].steps]
     titles = [one.title for one in diagnose(runs[2], ranges=ranges) if one.key == "range"]
     assert titles == ["Outside the range of 2 healthy runs from step 4 on"]
+
+
+def test_a_run_that_ended_early_and_one_without_steps_are_said(tmp_path):
+    early = open_run(make_run(tmp_path / "early", [0.5] * 3, finish=False, num_rollout=9))
+    assert [(one.key, one.evidence[0]) for one in diagnose(early)] == [("ended_early", "3 of 9 steps are done")]
+    assert diagnose(open_run(make_run(tmp_path / "whole", [0.5] * 3, num_rollout=3))) == []
+    (tmp_path / "empty.log").write_text("")
+    assert [one.key for one in diagnose(open_run(tmp_path / "empty.log"))] == ["no_step"]
