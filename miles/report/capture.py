@@ -149,8 +149,14 @@ def _figures(data: Any, place: str) -> Iterator[tuple[str, bool, str]]:
     for name, expected in _made_of(data):
         value = data[name]
         if isinstance(value, (int, float)) and math.isfinite(expected):
-            right = math.isclose(value, expected, rel_tol=2e-3, abs_tol=1e-9)
+            right = math.isclose(value, expected, rel_tol=1e-4, abs_tol=_rounding(value))
             yield f"{place}.{name}" if place else name, right, f"{value}, but {expected:.6g} follows"
+
+
+def _rounding(value: float) -> float:
+    """A figure may be stored with fewer digits than it was computed with: half of its last one."""
+    decimals = repr(value).partition(".")[2]
+    return 0.505 * 10.0 ** -len(decimals) if decimals.isdecimal() else 1e-9
 
 
 def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -72,7 +72,9 @@ def test_figures_of_results_follow_from_what_is_beside_them(tmp_path):
     (tmp_path / "good.json").write_text(json.dumps(good))
     (tmp_path / "bad.json").write_text(json.dumps(good | {"share_of_limit": 0.6, "commit": None}))
     (tmp_path / "broken.json").write_text("{")
-    bad, broken, fine = check_results(tmp_path)
+    (tmp_path / "rounded.json").write_text(json.dumps(good | {"seconds": 2.001, "share_of_limit": 0.4998}))
+    bad, broken, fine, rounded = check_results(tmp_path)
+    assert rounded.ok
     assert fine.ok and fine.detail == "2 figures follow"
     assert bad.ok is False and "lacks commit" in bad.detail and "0.6, but 0.5 follows" in bad.detail
     assert broken.ok is False
