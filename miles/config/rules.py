@@ -186,6 +186,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
             yield f"{wish} cannot be obeyed here: {flag.help}, always"
 
 
+def _repair(config: RunConfig) -> Iterator[str]:
+    if config.process.in_process and config.process.use_fault_tolerance:
+        yield "--use-fault-tolerance cannot start a worker again with --in-process: leave one of them out"
+
+
 def _heat(config: RunConfig) -> Iterator[str]:
     process = config.process
     if process.heat_resume >= process.heat_pause:
@@ -238,6 +243,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _evaluation,
     _checkpoints,
     _layout,
+    _repair,
     _heat,
     _profile,
     _names_in_mappings,

@@ -36,16 +36,17 @@ class Promise:
     says: str = ""
     repairs: int = 0
     is_final: bool = False
+    counted: str = ""  # a metric that is above 0 in the step of the fault
     same_curve: bool = True
 
 
 PROMISES = {
     "worker killed": Promise("started again", says="was killed by SIGKILL", repairs=1),
     "worker hung": Promise("seen, ended and started again", says="has been silent", repairs=1),
-    "grader killed": Promise("another one takes its place"),
+    "grader killed": Promise("counted; another one takes its place", counted="rollout/grader_errors"),
     "disk full": Promise("stops; the last checkpoint is intact", exit_code=1, says="bytes and 0 are free"),
     "slow reward": Promise("waits"),
-    "poisoned sample": Promise("left out and counted", same_curve=False),
+    "poisoned sample": Promise("left out and counted", same_curve=False, counted="rollout/num_unscored"),
     "nan gradient": Promise("stops before the weights change", exit_code=1, says="is not finite"),
     "lost file": Promise("stops and names the file", exit_code=2, says="is missing", repairs=1, is_final=True),
     "sigterm": Promise("saves and ends", exit_code=143, says="stopped by SIGTERM"),
@@ -101,6 +102,8 @@ def _rehearse_one(config: RunConfig, scratch: Path, fault: str, *, expected: lis
             problems.append(f"the same command again ends with {again}: {text.strip().splitlines()[-1:]}")
     if promise.same_curve and not promise.is_final and scenario.curve() != expected:
         problems.append("the loss curve is another one")
+    if promise.counted and not scenario.metric(promise.counted):
+        problems.append(f"{promise.counted} is 0")
     has_reaction = bool(promise.exit_code or promise.repairs)
     outcome = problems[0] if problems else promise.outcome
     return Outcome(fault, outcome, detect_s if has_reaction else None, scenario.steps_lost(), "; ".join(problems))
@@ -152,6 +155,11 @@ class _Scenario:
             {name: value for name, value in record.items() if not name.startswith(other)}
             for record in _read(self.folder / "metrics.jsonl")
         ]
+
+    def metric(self, name: str) -> float:
+        """Of the step of the fault."""
+        records = _read(self.folder / "metrics.jsonl")
+        return next((record.get(name, 0.0) for record in records if record["step"] == STEP), 0.0)
 
     def events(self) -> list[dict[str, Any]]:
         return _read(self.folder / "events.jsonl")

@@ -26,7 +26,9 @@ DEAD_RATE = 45  # errors per second of the dead engine that the limits were made
 
 ENGINE_ERROR = re.compile(r"503 Service Unavailable")
 _STEP = re.compile(r" (?:rollout|step|perf|eval) \d+: \{")
-_STAMP = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)")
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)")
+# Ray puts the name of a process and terminals put colours before the time; further on it is part of a message.
+_STAMP_WITHIN = 100
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def read_timeline(lines: Iterable[str]) -> Timeline | None:
     now, last_step, gap = 0, 0, 0
     errors: list[int] = []
     for line in lines:
-        if stamp := _STAMP.match(line):
+        if stamp := _STAMP.search(line, 0, _STAMP_WITHIN):
             time = datetime.fromisoformat(stamp[1].replace(" ", "T"))
             first = first or time
             now = max(now, round((time - first).total_seconds()))

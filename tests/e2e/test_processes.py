@@ -12,6 +12,9 @@ import time
 import psutil
 import pytest
 
+from miles.loop.watch import RUN_ENDED, RUN_STOPPED, FolderTarget, watch
+from miles.observe.error_rule import Limits
+
 
 class Run:
     """A supervisor in a process of its own, as `miles train` is."""
@@ -247,6 +250,42 @@ def test_a_stop_while_a_restart_waits(start):
     code, _, err = run.end()
     assert (code, err) == (143, ["miles: stopped by SIGTERM", "to resume: miles train --again"])
     run.assert_nothing_is_left()
+
+
+def test_sigusr2_asks_for_a_checkpoint(start):
+    run = start("sleeps")
+    worker = run.wait_until_it_runs()
+    os.kill(worker, signal.SIGUSR2)  # as to a whole group: the worker must not end by it
+    run.process.send_signal(signal.SIGUSR2)
+    wait_for((run.folder / "save_now").exists)
+    assert is_running(worker)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_a_watch_ends_a_run_that_makes_no_steps(start):
+    run = start("sleeps")
+    run.wait_until_it_runs()
+    said = []
+
+    def wait(seconds):
+        time.sleep(1.0)
+        return 0.0
+
+    assert watch(FolderTarget(run.folder), Limits(no_step_s=2.0), said.append, wait=wait) == RUN_STOPPED
+    assert "no line of a step" in said[-1]
+    assert run.end()[2][0] == "miles: stopped by SIGTERM"  # the watch has taken the exit code
+    assert (run.folder / "saved").exists(), "it could save before it ended"
+    run.assert_nothing_is_left()
+
+
+def test_a_watch_sees_a_run_end(start):
+    run = start("sleeps")
+    run.wait_until_it_runs()
+    target = FolderTarget(run.folder)
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+    assert watch(target, Limits(), lambda text: None) == RUN_ENDED
 
 
 def test_in_process(start):

@@ -91,7 +91,7 @@ def test_100_random_kills_of_a_run_in_a_loop(tmp_path):
     wait_for(lambda: not processes_of(folder))
     assert resumed_at == sorted(resumed_at)
     num_rollout = num_steps(folder) + 2
-    ended = run_fork(tmp_path, settings | {"num_rollout": num_rollout})
+    ended = run_fork(tmp_path, settings | {"num_rollout": num_rollout, "use_fault_tolerance": None})
     assert ended.code == 0, ended.text
     whole = run_fork(tmp_path, sums(tmp_path, num_rollout=num_rollout, run_name="whole"))
     assert curve(folder) == curve(whole.folder)
@@ -111,9 +111,9 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def test_a_reset_of_the_machine_is_resumed_by_the_same_command(tmp_path):
-    """Supervisor and worker both gone: nothing repairs that but the command itself."""
+    """Nothing is left that could repair it but the command itself."""
     whole = run_fork(tmp_path, sums(tmp_path, num_rollout=4, run_name="whole"))
-    settings = sums(tmp_path, num_rollout=4, use_fault_tolerance=True)
+    settings = sums(tmp_path, num_rollout=4, save_interval=1)
 
     def reset(run):
         if run.num_done == 3:

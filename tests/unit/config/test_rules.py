@@ -17,6 +17,11 @@ GOOD = with_values(
 )
 
 
+def test_repair_needs_a_worker_of_its_own():
+    values = {"in_process": True, "use_fault_tolerance": True}
+    assert any("--use-fault-tolerance" in text for text in rule_violations(with_values(RunConfig(), values)))
+
+
 def test_good_settings_have_no_violation():
     assert rule_violations(GOOD) == []
     check(GOOD)

@@ -11,7 +11,7 @@ from miles.loop.rehearsal import FAULTS
 from miles.loop.rehearse import NUM_ROLLOUT, PROMISES, STEP, small_config
 
 CURVE = [{"step": 0, "train/loss": 0.5}]
-GOOD = {"code": 0, "says": "", "repairs": 0, "again": 0, "curve": CURVE, "resumed": None}
+GOOD = {"code": 0, "says": "", "repairs": 0, "again": 0, "curve": CURVE, "counted": 1.0}
 
 
 class FakeScenario:
@@ -31,6 +31,9 @@ class FakeScenario:
 
     def curve(self):
         return self.end["curve"]
+
+    def metric(self, name):
+        return self.end["counted"]
 
     def seconds_to(self, event_time, ended_at):
         return 1.5
@@ -77,6 +80,7 @@ def test_kept_promises(rehearsed):
         ("worker killed", {"says": "was killed by SIGKILL"}, "0 restarts, promised 1"),
         ("clock jump", {"curve": []}, "the loss curve is another one"),
         ("paused container", {"repairs": 1}, "1 restarts, promised 0"),
+        ("poisoned sample", {"counted": 0.0}, "rollout/num_unscored is 0"),
         ("disk full", {"code": 1, "says": "bytes and 0 are free", "again": 1}, "the same command again ends with 1"),
     ],
 )

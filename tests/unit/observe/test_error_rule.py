@@ -34,6 +34,14 @@ def test_errors_without_a_stamp_belong_to_the_line_before():
     assert read_timeline(["no stamp at all"]) is None
 
 
+def test_stamps_behind_the_names_of_ray_and_colours():
+    lines = [
+        "[2026-10-17 21:03:03] a",
+        "\x1b[36m(RolloutExecutor pid=1330, ip=172.17.0.3)\x1b[0m [2026-10-17 21:03:30.637 r] b",
+    ]
+    assert read_timeline(lines).end == 27
+
+
 def test_the_longest_time_without_a_step():
     lines = [step_line(0, 0), step_line(100, 1), error_line(1000), step_line(1100, 2), error_line(1150)]
     assert read_timeline(lines).longest_gap_s == 1000
