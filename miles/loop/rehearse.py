@@ -43,7 +43,7 @@ class Promise:
 PROMISES = {
     "worker killed": Promise("started again", says="was killed by SIGKILL", repairs=1),
     "worker hung": Promise("seen, ended and started again", says="has been silent", repairs=1),
-    "grader killed": Promise("counted; another one takes its place", counted="rollout/grader_errors"),
+    "grader killed": Promise("another one takes its place", says="a grading process has ended"),
     "disk full": Promise("stops; the last checkpoint is intact", exit_code=1, says="bytes and 0 are free"),
     "slow reward": Promise("waits"),
     "poisoned sample": Promise("left out and counted", same_curve=False, counted="rollout/num_unscored"),
@@ -149,10 +149,9 @@ class _Scenario:
         return done.returncode, done.stdout + done.stderr
 
     def curve(self) -> list[dict[str, Any]]:
-        """What training computed, without what a clock says and without counts of graders that died."""
-        other = ("time", "perf/", "rollout/grader_errors", "rollout/grader_timeouts")
+        """What training computed, without what a clock says."""
         return [
-            {name: value for name, value in record.items() if not name.startswith(other)}
+            {name: value for name, value in record.items() if name != "time" and not name.startswith("perf/")}
             for record in _read(self.folder / "metrics.jsonl")
         ]
 

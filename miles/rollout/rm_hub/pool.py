@@ -1,7 +1,11 @@
-"""Worker processes with a deadline for each task: what hangs, dies or raises is replaced and counted."""
+"""Worker processes with a deadline for each task: what hangs, dies or raises is replaced and counted.
+
+A task whose process dies is tried again in another one: three times in all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +24,10 @@ from typing import Any
 import psutil
 
 from miles.errors import RewardError
+from miles.observe.log import get_logger
 from miles.rollout.rm_hub.fork_server import DONE, READY
+
+logger = get_logger(__name__)
 
 TIMEOUT = "timeout"
 DIED = "died"
@@ -28,6 +35,7 @@ RAISED = "raised"
 FORK_SERVER = "miles.rollout.rm_hub.fork_server"
 MAX_WALL = 2
 CLOCK_TICK_S = 0.02  # CPU times are known to about this
+MAX_TRIES = 3  # of a task whose process died
 MAX_START_S = 120.0  # imports on a busy machine
 
 
@@ -41,11 +49,18 @@ class Outcome:
 
 
 @dataclass(slots=True)
+class _Task:
+    content: Any
+    future: Future[Outcome]
+    num_lost: int = 0  # workers that died with it
+
+
+@dataclass(slots=True)
 class _Worker:
     pipe: Connection
     pid: int
     ready: bool = False
-    future: Future[Outcome] | None = None
+    task: _Task | None = None
     deadline: float = 0.0
     cpu_at_start_s: float = 0.0
     started_at: float = 0.0
@@ -66,11 +81,12 @@ class WorkerPool:
         self._warm_up = json.dumps(warm_up)
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._tasks: deque[tuple[Any, Future[Outcome]]] = deque()
+        self._tasks: deque[_Task] = deque()
         self._workers: list[_Worker] = []
         self._wake_read, self._wake_write = Pipe(duplex=False)
         self._lock = threading.Lock()  # of the tasks, the wake pipe and the reason
         self._closing = False
+        self._has_lost_one = False
         self._ended: str | None = None  # why no task can run any more
         self._thread: threading.Thread | None = None
         self.failures: Counter[str] = Counter()  # by kind, since the start
@@ -97,7 +113,7 @@ class WorkerPool:
             if self._ended is not None:
                 future.set_exception(RewardError(self._ended))
             else:
-                self._tasks.append((task, future))
+                self._tasks.append(_Task(task, future))
                 self._wake_write.send_bytes(b"!")
         return future
 
@@ -125,7 +141,8 @@ class WorkerPool:
                 while len(self._workers) < self._num_workers:
                     self._workers.append(self._spawn())
                 self._hand_out()
-                self._wait()
+                if len(self._workers) == self._num_workers:
+                    self._wait()
         except (OSError, EOFError) as error:
             reason = f"the grading processes have ended ({str(error) or type(error).__name__}); their output is above"
         self._fail_rest(reason)
@@ -145,17 +162,22 @@ class WorkerPool:
         return _Worker(Connection(ours.detach()), int.from_bytes(reply, "little"))
 
     def _hand_out(self) -> None:
-        for worker in self._workers:
-            if worker.ready and worker.future is None and self._tasks:
-                task, future = self._tasks.popleft()
-                if future.set_running_or_notify_cancel():
-                    worker.future = future
-                    worker.cpu_at_start_s, worker.started_at = _cpu_s(worker.pid), time.monotonic()
-                    worker.deadline = worker.started_at + self._timeout_s
-                    worker.pipe.send(task)
+        for worker in list(self._workers):
+            if not worker.ready or worker.task is not None or not self._tasks:
+                continue
+            task = self._tasks.popleft()
+            if not task.future.running() and not task.future.set_running_or_notify_cancel():
+                continue
+            worker.task = task
+            worker.cpu_at_start_s, worker.started_at = _cpu_s(worker.pid), time.monotonic()
+            worker.deadline = worker.started_at + self._timeout_s
+            try:
+                worker.pipe.send(task.content)
+            except ConnectionError:
+                self._replace(worker, DIED, "the process ended")
 
     def _wait(self) -> None:
-        deadlines = [worker.deadline for worker in self._workers if worker.future is not None]
+        deadlines = [worker.deadline for worker in self._workers if worker.task is not None]
         left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         readable = wait([self._wake_read, *(worker.pipe for worker in self._workers)], timeout=left)
         if self._wake_read in readable:
@@ -164,7 +186,7 @@ class WorkerPool:
         for worker in list(self._workers):
             if worker.pipe in readable:
                 self._receive(worker)
-            elif worker.future is not None and now >= worker.deadline and not self._extend(worker, now):
+            elif worker.task is not None and now >= worker.deadline and not self._extend(worker, now):
                 self._replace(worker, TIMEOUT, f"no answer within {self._timeout_s} s")
 
     def _extend(self, worker: _Worker, now: float) -> bool:
@@ -185,29 +207,40 @@ class WorkerPool:
         if kind == READY:
             worker.ready = True
             return
-        assert worker.future is not None, "a worker replies to a task only"
+        assert worker.task is not None, "a worker replies to a task only"
         if kind != DONE:
             self.failures[RAISED] += 1
-        future, worker.future = worker.future, None
-        future.set_result(Outcome(value) if kind == DONE else Outcome(None, RAISED, value))
+        task, worker.task = worker.task, None
+        task.future.set_result(Outcome(value) if kind == DONE else Outcome(None, RAISED, value))
 
     def _replace(self, worker: _Worker, failure: str, detail: str) -> None:
         """The process is dropped; the loop starts another in its place."""
         if failure == TIMEOUT:
-            os.kill(worker.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
         elif not worker.ready:
             raise EOFError("a new process ended before it was ready")
         worker.pipe.close()
         self._workers.remove(worker)
+        if failure == DIED and not self._has_lost_one:
+            self._has_lost_one = True
+            logger.warning("a grading process has ended; another takes its place (said once)")
+        task = worker.task
+        if task is None:
+            return
+        task.num_lost += failure == DIED
+        if failure == DIED and task.num_lost < MAX_TRIES:
+            # Its process may have been ended for memory or by hand; a task that ends processes does it again.
+            self._tasks.appendleft(task)
+            return
         self.failures[failure] += 1
-        if worker.future is not None:
-            worker.future.set_result(Outcome(None, failure, detail))
+        task.future.set_result(Outcome(None, failure, detail))
 
     def _fail_rest(self, reason: str) -> None:
         with self._lock:
             self._ended = reason
-        waiting = [worker.future for worker in self._workers if worker.future is not None]
-        waiting += [future for _, future in self._tasks]
+        waiting = [worker.task.future for worker in self._workers if worker.task is not None]
+        waiting += [task.future for task in self._tasks]
         for worker in self._workers:
             worker.pipe.close()
         self._workers = []

@@ -13,12 +13,15 @@ from miles.errors import RewardError
 from miles.rollout.rm_hub.pool import DIED, RAISED, TIMEOUT, WorkerPool
 
 TASKS = """
-import ctypes, os, sys
+import ctypes, os, sys, time
 
 def run(task):
     kind, value = task
     if kind == "square":
         return value * value
+    if kind == "nap":
+        time.sleep(0.25)
+        return value
     if kind == "raise":
         raise ValueError(f"cannot do {value}")
     if kind == "loop":
@@ -70,6 +73,17 @@ def test_tasks_are_done_whatever_their_neighbours_do(pool: WorkerPool) -> None:
     assert outcomes[5].detail == "ValueError: cannot do 5"
     assert pool.failures == {TIMEOUT: 4, DIED: 2, RAISED: 6}
     wait_until(lambda: len(pool.pids) == 2 and all(map(is_alive, pool.pids)))
+
+
+def test_a_task_whose_process_is_killed_is_done_by_another(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    assert pool.submit(("square", 1)).result(timeout=30).value == 1
+    future = pool.submit(("nap", 5))
+    time.sleep(0.1)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert future.result(timeout=30).value == 5
+    assert pool.failures.total() == 0, "no answer was graded wrong"
+    assert "a grading process has ended" in caplog.text
 
 
 def test_field_note_8_hostile_answers_leave_the_pool_at_full_size(pool: WorkerPool) -> None:
