@@ -142,7 +142,8 @@ def _try_reward(config: RunConfig, prompts: list[Sample], checks: Checks) -> Non
 
 def _try_out(config: RunConfig, scratch: Path, checks: Checks) -> None:
     start = time.perf_counter()
-    num_answers = min(NUM_ANSWERS, config.rollout.n_samples_per_prompt)
+    # Few of each prompt, so that the shown ones are of different prompts.
+    num_answers = min(2, config.rollout.n_samples_per_prompt)
     answer_tokens = min(MAX_ANSWER_TOKENS, config.rollout.rollout_max_response_len)
     small = {"n_samples_per_prompt": num_answers, "rollout_max_response_len": answer_tokens}
     num_prompts = max(1, min(NUM_ANSWERS // num_answers, config.rollout.rollout_batch_size))

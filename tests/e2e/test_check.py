@@ -20,7 +20,7 @@ def check(tmp_path, capsys):
 
 
 def test_a_run_that_can_work(check, tmp_path):
-    code, found = check()
+    code, found = check(rollout_batch_size=4)
     assert code == 0
     assert {entry["status"] for entry in found.values()} == {"ok"}
     assert {
@@ -29,7 +29,8 @@ def test_a_run_that_can_work(check, tmp_path):
     } == set(found)  # fmt: skip
     assert found["labels"]["parse_rate"] == 1.0
     assert found["log-probs"]["mean"] < 1e-5
-    assert len(found["loss mask"]["lines"]) == 3
+    lines = found["loss mask"]["lines"]
+    assert len({line.partition("=")[0] for line in lines}) == len(lines) == 3, "three prompts"
     assert "assistant\\n[[" in found["loss mask"]["lines"][0]
     assert found["step time"]["measured"] and found["step time"]["seconds"] > 0
     assert not (tmp_path / "runs").exists(), "nothing is left of the trial"
