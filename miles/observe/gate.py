@@ -49,6 +49,11 @@ class Gate:
             if self._clock() > end:
                 self.open()
 
+    def begin(self) -> None:
+        """Open, and heeded again: a run begins."""
+        self._is_ignored = False
+        self.open()
+
     def ignore(self) -> None:
         """Let everyone through from now on: the run is to save and end. Takes no lock, as signal handlers must not."""
         self._is_ignored = True

@@ -189,6 +189,7 @@ def guarding(sensor: Sensor | None, process: ProcessConfig, folder: Path, heartb
             guard.poll(time.monotonic())
         guard.close(time.monotonic())
 
+    GATE.begin()
     thread = threading.Thread(target=poll, name="heat", daemon=True)
     thread.start()
     try:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -108,18 +107,3 @@ def cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def test_a_reset_of_the_machine_is_resumed_by_the_same_command(tmp_path):
-    """Nothing is left that could repair it but the command itself."""
-    whole = run_fork(tmp_path, sums(tmp_path, num_rollout=4, run_name="whole"))
-    settings = sums(tmp_path, num_rollout=4, save_interval=1)
-
-    def reset(run):
-        if run.num_done == 3:
-            signal.raise_signal(signal.SIGKILL)
-
-    assert run_fork(tmp_path, settings, each_step=reset).code == -signal.SIGKILL
-    ended = run_fork(tmp_path, settings)
-    assert "the next step is 3" in ended.text
-    assert curve(ended.folder) == curve(whole.folder)

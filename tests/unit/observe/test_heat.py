@@ -108,6 +108,12 @@ def test_a_stop_goes_through_a_shut_gate():
     gate.shut()
     gate.ignore()
     gate.wait()
+    gate.begin()
+    assert gate.is_open
+    gate.shut()
+    threading.Timer(0.05, gate.open).start()
+    gate.wait()
+    assert gate.is_open, "the next run in this process heeds it again"
 
 
 def test_in_process_it_shuts_the_gate_and_always_opens_it(tmp_path, monkeypatch):
