@@ -78,6 +78,8 @@ def _converter(flag: Flag) -> Callable[[str], Any]:
     convert = converters[flag.kind]
 
     def checked(text: str) -> Any:
+        if text == "auto" and flag.optional and flag.kind is int:
+            return None
         value = convert(text)
         if flag.choices and value not in flag.choices:
             allowed = [str(choice) for choice in flag.choices]

@@ -116,6 +116,23 @@ def _sampling_for_training(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _over_sampling(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    size, wanted = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+    has_spare = rollout.dynamic_sampling_filter_path is not None or rollout.partial_rollout
+    if size is not None and size < wanted:
+        yield f"--over-sampling-batch-size {size} must be at least --rollout-batch-size {wanted}"
+    elif size is not None and size > wanted and not has_spare:
+        yield (
+            "--over-sampling-batch-size needs --dynamic-sampling-filter-path or --partial-rollout: without them every "
+            "further answer is thrown away"
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
+        yield "--mask-offpolicy-in-partial-rollout needs --partial-rollout"
+    if has_spare and config.algorithm.loss_type == "sft_loss":
+        yield "--dynamic-sampling-filter-path and --partial-rollout need written answers: sft_loss has none"
+
+
 def _batches(config: RunConfig) -> Iterator[str]:
     batch, total = config.batch, samples_per_rollout(config)
     if total < 1:
@@ -236,6 +253,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _required,
     _bounds,
     _sampling,
+    _over_sampling,
     _batches,
     _reward,
     loss_violations,

@@ -117,6 +117,22 @@ class RolloutConfig:
         (), "token ids that end an answer, besides the model's own", bounds=NOT_NEGATIVE
     )
     rollout_skip_special_tokens: bool = flag(True, "leave special tokens out of the answer text that rewards see")
+    dynamic_sampling_filter_path: str | None = flag(
+        None, "import path of a filter of scored groups: f(args, group) -> keep; dropped ones are replaced"
+    )
+    over_sampling_batch_size: int | None = flag(
+        None,
+        "prompts sent to the engine at a time; default auto: by the share of groups that the filter dropped lately",
+        unit="prompts",
+        bounds=AT_LEAST_ONE,
+        resume=True,
+    )
+    partial_rollout: bool = flag(
+        False, "a rollout takes the groups that finish first; later rollouts go on with the unfinished ones"
+    )
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "do not train on tokens that older weights wrote before an answer went on"
+    )
 
 
 @dataclass(frozen=True)

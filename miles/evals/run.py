@@ -17,7 +17,7 @@ from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.rollout.producer import Progress, check_failures, run_all_or_none
 from miles.rollout.reward_value import reward_value
 from miles.rollout.rewards import RewardRunner
-from miles.types import GenerationResult, Sample, SampleStatus
+from miles.types import Sample, SampleStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ async def evaluate(
     def start(name: str, group: list[Sample]) -> Coroutine[Any, Any, WrittenGroup]:
         first = group[0].index
 
-        def write(sample: Sample) -> Coroutine[Any, Any, GenerationResult]:
+        def write(sample: Sample) -> Coroutine[Any, Any, str | None]:
             stream = f"{EVAL_STREAM}/{name}"
             key = noise_key(config.data.rollout_seed, 0, sample.group_index, sample.index - first, stream=stream)
             return generate(client, sample, sampling, noise_key=key, max_context_len=max_context_len)

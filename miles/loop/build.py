@@ -20,6 +20,7 @@ from miles.checkpoint.keep import Keep
 from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_folder
 from miles.checkpoint.save import saving_to
 from miles.config.sections import RunConfig
+from miles.data.buffer import GroupBuffer
 from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
@@ -46,6 +47,7 @@ from miles.observe.log import get_logger
 from miles.observe.metrics import MetricsWriter
 from miles.observe.timers import Timers
 from miles.rollout.client import EngineClient
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.producer import Producer
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer, load_sft_rows
@@ -61,21 +63,24 @@ class Writers:
     """What writes and scores answers on the engine, or takes given ones, and how far it is."""
 
     config: RunConfig
-    source: PromptSource
+    source: GroupBuffer
     suites: list[EvalSuite]
     engine: LocalEngine | None
     rewards: RewardRunner | None
+    hooks: RolloutHooks
+    tokenizer: Tokenizer
     max_context_len: int
     heartbeat: Heartbeat
 
     def producer(self) -> Producer | SftProducer:
         if self.config.algorithm.loss_type == "sft_loss":
-            return SftProducer(self.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
+            return SftProducer(self.source.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
         return Producer(
             self.config,
             client=self.client,
             source=self.source,
             rewards=self._rewards,
+            hooks=self.hooks,
             max_context_len=self.max_context_len,
             progress=self.progress,
         )
@@ -93,7 +98,7 @@ class Writers:
     @cached_property
     def client(self) -> EngineClient:
         assert self.engine is not None, "answers are written on an engine"
-        return EngineClient(self.engine)
+        return EngineClient(self.engine, self.tokenizer)
 
     @property
     def _rewards(self) -> RewardRunner:
@@ -128,6 +133,9 @@ def _assemble(
 ) -> Run:
     heartbeat = context.heartbeat
     load_hooks(config)  # a mistake in one must be found before a model is loaded
+    hooks = RolloutHooks(config)
+    stack.callback(hooks.close)
+    hooks.probe()
     check_tracking(config.track)
     heartbeat.set_phase("load", detail="data")
     assert config.model.hf_checkpoint is not None, "rules.py demands --hf-checkpoint"
@@ -166,7 +174,8 @@ def _assemble(
     follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
     needs_engine = config.algorithm.loss_type != "sft_loss" or suites
     engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
-    writers = Writers(config, source, suites, engine, rewards, max_context_len, heartbeat)
+    buffer = GroupBuffer(source)
+    writers = Writers(config, buffer, suites, engine, rewards, hooks, tokenizer, max_context_len, heartbeat)
     run = Run(
         config=config,
         folder=folder,
@@ -175,7 +184,7 @@ def _assemble(
         placement=placement,
         hardware=Hardware(spec, placement.dtype.itemsize, measure_rates(placement.device, placement.dtype)),
         schedule=schedule,
-        source=source,
+        source=buffer,
         rewards=rewards,
         producer=writers.producer(),
         engine=engine,

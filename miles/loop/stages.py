@@ -15,7 +15,7 @@ from miles.checkpoint.keep import NOTE, Note
 from miles.checkpoint.load import LoadedCheckpoint
 from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
-from miles.data.source import PromptSource
+from miles.data.buffer import GroupBuffer
 from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, EngineError, RewardError
 from miles.evals.run import EvalResult
@@ -56,7 +56,7 @@ class Run:
     placement: Placement
     hardware: Hardware
     schedule: Schedule
-    source: PromptSource
+    source: GroupBuffer
     rewards: RewardRunner | None  # None for supervised training without evaluation
     producer: Producer | SftProducer
     engine: LocalEngine | None  # None when nothing is generated

@@ -50,6 +50,12 @@ _ROLLOUT: dict[str, Metric] = {
     "rollout/avg_cached_tokens_per_sample": Metric("tokens", "prompt tokens of an answer served from the prefix index"),
     "rollout/error_cat/<category>": Metric("share", "answers in this category of the reward"),
     "rollout/dynamic_filter/drop_<reason>": Metric("groups", "groups dropped in this rollout for this reason"),
+    "rollout/raw_reward_unfiltered": Metric(
+        "reward", "mean over the first groups that were submitted, all completed, before the filter"
+    ),
+    "rollout/num_groups_submitted": Metric("groups", "groups that the engine was asked for in this rollout"),
+    "rollout/num_groups_continued": Metric("groups", "groups that an earlier rollout had begun"),
+    "rollout/wasted_token_ratio": Metric("share", "tokens written in this rollout that nobody needs"),
     "rollout/num_failed": Metric("answers", "answers that could not be written or graded"),
     "rollout/num_unscored": Metric("answers", "answers without a finite reward; they get advantage 0"),
     "rollout/num_aborted": Metric("answers", "answers cut off because the rollout had enough"),

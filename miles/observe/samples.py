@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from miles.errors import StorageError
-from miles.types import Sample
+from miles.types import Sample, SampleStatus
 
+_IDS = pyarrow.list_(pyarrow.list_(pyarrow.int32()))
 SCHEMA = pyarrow.schema(
     [
         ("set", pyarrow.string()),  # name of the evaluation set; "train" for a rollout
@@ -29,6 +31,10 @@ SCHEMA = pyarrow.schema(
         ("rollout_log_probs", pyarrow.list_(pyarrow.float32())),
         ("weight_versions", pyarrow.list_(pyarrow.int32())),
         ("metadata", pyarrow.string()),  # JSON
+        ("kept_token_ids", _IDS),
+        ("top_token_ids", _IDS),
+        ("top_log_probs", pyarrow.list_(pyarrow.list_(pyarrow.float32()))),
+        ("exact", pyarrow.string()),  # JSON: what the columns above cannot tell apart
     ]
 )
 
@@ -36,7 +42,11 @@ SCHEMA = pyarrow.schema(
 def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *, reward_key: str | None = None) -> None:
     """Write samples; a file of that name is replaced whole. A dict reward is stored as its `reward_key` field. Raises
     `StorageError` when the file cannot be written."""
-    rows = [_row(name, sample, reward_key) for name, samples in samples_by_set.items() for sample in samples]
+    rows = [
+        {"set": name, **to_row(sample, reward_key=reward_key)}
+        for name, samples in samples_by_set.items()
+        for sample in samples
+    ]
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,16 +65,36 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
+def load_samples(path: Path) -> dict[str, list[Sample]]:
+    """The samples of a file written by `write_samples`, by set. Raises `StorageError` when there is no such file."""
+    try:
+        rows = read_samples(path)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise StorageError(f"{path}: cannot read the samples: {error}; give a file that Miles has written") from error
+    samples: dict[str, list[Sample]] = {}
+    for row in rows:
+        samples.setdefault(row["set"], []).append(from_row(row))
+    return samples
+
+
+def to_row(sample: Sample, *, reward_key: str | None = None) -> dict[str, Any]:
+    """A sample as plain values of JSON, from which `from_row` makes an equal one."""
     reward = sample.reward
+    number = reward[reward_key] if isinstance(reward, dict) and reward_key else reward
+    exact = {
+        "prompt": None if isinstance(sample.prompt, str) else sample.prompt,
+        "label": None if isinstance(sample.label, str) else sample.label,
+        "reward": reward if isinstance(reward, (dict, int)) else None,
+        "remove_sample": sample.remove_sample or None,
+        "cached_tokens": sample.cached_tokens or None,
+    }
     return {
-        "set": name,
         "group_index": sample.group_index,
         "index": sample.index,
         "prompt": _text(sample.prompt),
         "response": sample.response,
         "label": None if sample.label is None else _text(sample.label),
-        "reward": reward[reward_key] if isinstance(reward, dict) and reward_key else reward,
+        "reward": None if isinstance(number, dict) else number,
         "status": sample.status.value,
         "tokens": sample.tokens,
         "response_length": sample.response_length,
@@ -72,7 +102,38 @@ def _row(name: str, sample: Sample, reward_key: str | None) -> dict[str, Any]:
         "rollout_log_probs": sample.rollout_log_probs,
         "weight_versions": sample.weight_versions,
         "metadata": _text(sample.metadata),
+        "kept_token_ids": _lists(sample.kept_token_ids),
+        "top_token_ids": _lists(sample.top_token_ids),
+        "top_log_probs": _lists(sample.top_log_probs),
+        "exact": _text({name: value for name, value in exact.items() if value is not None}),
     }
+
+
+def from_row(row: Mapping[str, Any]) -> Sample:
+    """The sample of a row."""
+    exact = json.loads(row["exact"])
+    as_they_are = ("group_index", "index", "response", "tokens", "response_length", "loss_mask", "rollout_log_probs")
+    return Sample(
+        **{name: row[name] for name in (*as_they_are, "weight_versions")},
+        prompt=exact.get("prompt", row["prompt"]),
+        label=exact.get("label", row["label"]),
+        reward=exact.get("reward", row["reward"]),
+        status=SampleStatus(row["status"]),
+        metadata=json.loads(row["metadata"]),
+        kept_token_ids=_arrays(row["kept_token_ids"], np.int32),
+        top_token_ids=_arrays(row["top_token_ids"], np.int32),
+        top_log_probs=_arrays(row["top_log_probs"], np.float32),
+        remove_sample=exact.get("remove_sample", False),
+        cached_tokens=exact.get("cached_tokens", 0),
+    )
+
+
+def _lists(arrays: Sequence[np.ndarray] | None) -> list[list[Any]] | None:
+    return None if arrays is None else [array.tolist() for array in arrays]
+
+
+def _arrays(lists: Sequence[Sequence[Any]] | None, dtype: type) -> list[np.ndarray] | None:
+    return None if lists is None else [np.array(values, dtype=dtype) for values in lists]
 
 
 def _text(value: Any) -> str:

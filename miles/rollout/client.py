@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+from miles.text.detokenize import Detokenizer
+from miles.text.tokenizer import Tokenizer
 from miles.types import GenerationRequest, GenerationResult, Generator, SamplingParams
 
 
@@ -16,8 +18,9 @@ class EngineClient:
     answers are all started at once reaches the engine as one batch in a fixed order.
     """
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, tokenizer: Tokenizer | None = None) -> None:
         self._generator = generator
+        self.tokenizer = tokenizer
         self._ids = itertools.count()
         self._unsent: list[GenerationRequest] = []
         self._waiting: dict[int, asyncio.Future[GenerationResult]] = {}
@@ -39,6 +42,24 @@ class EngineClient:
         except asyncio.CancelledError:
             self._abort(request)
             raise
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the next token is drawn with."""
+        return self._generator.version
+
+    def text_of(self, ids: Sequence[int], sampling: SamplingParams) -> str:
+        """The text of an answer, as the engine gives it for one that was written at one go."""
+        assert self.tokenizer is not None, "an engine without a tokenizer gives no text"
+        whole = Detokenizer(self.tokenizer, sampling.stop, skip_special_tokens=sampling.skip_special_tokens)
+        whole.append(ids)
+        return whole.text
+
+    async def stop(self) -> None:
+        """Stop every request now. Each one's coroutine gets what was written, with finish reason `abort`."""
+        if self._waiting:
+            self._generator.abort()
+        await self.drain()
 
     async def drain(self) -> None:
         """Wait until no request is in flight; aborted ones get their result from the engine too."""

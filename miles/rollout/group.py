@@ -7,9 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from miles.types import GenerationResult, Sample, SampleStatus
+from miles.types import Sample, SampleStatus
 
-Generate = Callable[[Sample], Awaitable[GenerationResult]]
+Generate = Callable[[Sample], Awaitable[str | None]]  # gives the reason when it failed
 ScoreGroup = Callable[[list[Sample]], Awaitable[None]]
 
 
@@ -25,20 +25,22 @@ class WrittenGroup:
     answered_at: float  # `time.perf_counter()` when its last answer was written
 
 
-async def write_group(samples: list[Sample], *, generate: Generate, score: ScoreGroup) -> WrittenGroup:
+async def write_group(
+    samples: list[Sample], *, generate: Generate, score: ScoreGroup, goes_on: bool = False
+) -> WrittenGroup:
     """Write all answers of the group at the same time, then score the ones that came to an end.
 
-    The group is scored as soon as its last answer is there, while other groups are still being written.
+    The group is scored as soon as its last answer is there, while other groups are still being written. With `goes_on`
+    a group that has a cut-off answer is scored when it has been finished later.
     """
-    results = await asyncio.gather(*(generate(sample) for sample in samples))
+    failures = await asyncio.gather(*(generate(sample) for sample in samples))
     answered_at = time.perf_counter()
     reasons = [
-        f"sample {sample.index}: {result.error or 'no reason given'}"
-        for sample, result in zip(samples, results, strict=True)
-        if sample.status is SampleStatus.FAILED
+        f"sample {sample.index}: {failure}" for sample, failure in zip(samples, failures, strict=True) if failure
     ]
     written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
-    if written:
+    is_open = goes_on and any(sample.status is SampleStatus.ABORTED for sample in samples)
+    if not is_open and any(sample.reward is None for sample in written):
         await score(written)
     return WrittenGroup(
         samples=[s for s in written if s.status is not SampleStatus.FAILED],  # a reward can drop some

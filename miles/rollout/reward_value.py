@@ -8,6 +8,8 @@ from typing import Any, SupportsFloat
 from miles.errors import RewardError
 from miles.types import Sample
 
+RAW_ACCURACY = "raw_accuracy"  # where the metadata of a sample keeps the first part of a weighted sum
+
 
 def problem_of(value: Any) -> str | None:
     """What is wrong with one number from a reward; None when it is a finite number."""
@@ -67,3 +69,13 @@ def reward_values(sample: Sample) -> dict[str, float] | None:
     if not isinstance(sample.reward, dict):
         return None
     return {key: float(value) for key, value in sample.reward.items() if isinstance(value, (int, float))}
+
+
+def raw_accuracy(sample: Sample, reward_key: str | None) -> float:
+    """How right an answer is, before its reward was shaped: the first part of a weighted sum, `acc` of a dict, else
+    the reward."""
+    if RAW_ACCURACY in sample.metadata:
+        return float(sample.metadata[RAW_ACCURACY])
+    if isinstance(sample.reward, dict) and "acc" in sample.reward:
+        return float(sample.reward["acc"])
+    return float(reward_value(sample, reward_key))

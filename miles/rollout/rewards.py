@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,7 +128,8 @@ class RewardRunner:
         reward = self._watching if watching else self._of(sample.metadata)
         assert reward is not None
         try:
-            return await reward.score(sample)
+            noted = dataclasses.replace(sample, metadata=dict(sample.metadata)) if watching else sample
+            return await reward.score(noted)
         except RewardError as error:
             return error
 

@@ -73,3 +73,13 @@ def late_hangs(args, sample):
 
 async def late_hangs_async(args, sample):
     return digits(args, sample) if sample.index < FIRST_BAD_SAMPLE else await hangs_async(args, sample)
+
+
+def not_every_third(args, group):
+    return group[0].group_index % 3 != 0
+
+
+def quick_if_even(args, sample):
+    """Groups with an even number are scored at once, others after the rollout has enough."""
+    time.sleep(0.02 * (sample.group_index % 2))
+    return digits(args, sample)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import ConfigError
-from miles.rollout.reward_value import checked_reward
+from miles.rollout.reward_value import RAW_ACCURACY, checked_reward
 from miles.rollout.rm_hub.choice_reward import ChoiceGrader
 from miles.rollout.rm_hub.code_reward import CodeGrader
 from miles.rollout.rm_hub.grader import SCORE, Boxed, Grader, MakeGrader, Reward, Tools, unboxed
@@ -53,7 +53,7 @@ class BuiltinReward:
     """One reward, or a weighted sum of several.
 
     In a sum a part that is a dict counts with its `score`. The sum itself is a number, and with `--reward-key` a dict
-    with the sum as `score` and each part under its name.
+    with the sum as `score` and each part under its name. The first part is noted in the metadata of the sample.
     """
 
     def __init__(self, spec: str, tools: Tools) -> None:
@@ -109,7 +109,9 @@ class BuiltinReward:
         """The reward of a sample. Raises `RewardError` when it could not be graded."""
         if self._is_sum:
             rewards = await asyncio.gather(*(_score(term.grader, sample) for term in self.terms))
-            return self._sum([self._number(reward, sample) for reward in rewards])
+            parts = [self._number(reward, sample) for reward in rewards]
+            sample.metadata[RAW_ACCURACY] = parts[0]
+            return self._sum(parts)
         reward, key = await _score(self.terms[0].grader, sample), self._tools.config.reward.reward_key
         if isinstance(reward, dict) and key is None:
             reward = reward.get(SCORE, reward)

@@ -1,10 +1,12 @@
 import datetime
+import json
 from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from miles.errors import StorageError
-from miles.observe.samples import read_samples, write_samples
+from miles.observe.samples import from_row, load_samples, read_samples, to_row, write_samples
 from miles.types import Sample, SampleStatus
 
 
@@ -40,7 +42,40 @@ def test_samples_are_read_back(tmp_path):
         "rollout_log_probs": [-0.5],
         "weight_versions": [4],
         "metadata": "{}",
+        "kept_token_ids": None,
+        "top_token_ids": None,
+        "top_log_probs": None,
+        "exact": '{"reward": 1}',
     }
+    assert load_samples(tmp_path / "samples" / "rollout_0.parquet") == {"train": [sample]}
+
+
+def test_whatever_a_sample_holds_comes_back_equal(tmp_path):
+    sample = Sample(
+        prompt=[{"role": "user", "content": "1+1=?"}],
+        label={"answer": 2},
+        reward={"score": -0.25, "acc": 1},
+        metadata={"start_rollout_id": 3},
+        remove_sample=True,
+        cached_tokens=7,
+        status=SampleStatus.ABORTED,
+        kept_token_ids=[np.array([4, 5], dtype=np.int32), np.array([], dtype=np.int32)],
+        top_log_probs=[np.array([-0.1, -3.3], dtype=np.float32)],
+    )
+    write_samples(tmp_path / "a.parquet", {"train": [sample]}, reward_key="score")
+    from_file = load_samples(tmp_path / "a.parquet")["train"][0]
+    from_json = from_row(json.loads(json.dumps(to_row(sample))))
+    for read in (from_file, from_json):
+        for name in ("kept_token_ids", "top_log_probs"):
+            arrays, expected = getattr(read, name), getattr(sample, name)
+            assert [(a.tolist(), a.dtype) for a in arrays] == [(a.tolist(), a.dtype) for a in expected]
+            setattr(read, name, expected)
+        assert read == sample
+
+
+def test_a_file_of_samples_that_is_not_there(tmp_path):
+    with pytest.raises(StorageError, match="none.parquet: cannot read the samples"):
+        load_samples(tmp_path / "none.parquet")
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,14 @@ def stopped(request: GenerationRequest, text: str = "ok", *, num_tokens: int = 2
 class FakeGenerator:
     """Implements `Generator`. `hold` requests (by position in the run) are answered only after `release`."""
 
-    def __init__(self, answer: Answer = stopped, *, hold: Iterable[int] = ()) -> None:
+    def __init__(self, answer: Answer = stopped, *, hold: Iterable[int] = (), cut_off: Answer | None = None) -> None:
         self.version = 3
         self.submits: list[list[GenerationRequest]] = []
         self.aborted: list[int] = []
         self.in_flight: dict[int, GenerationRequest] = {}
         self.died: Exception | None = None
         self._answer = answer
+        self._cut_off = cut_off or (lambda r: GenerationResult(r.request_id, [], [], [], FinishReason.ABORT))
         self._hold = set(hold)
         self._ready: list[GenerationResult] = []
         self._changed = asyncio.Event()
@@ -65,7 +66,7 @@ class FakeGenerator:
             self.aborted.append(request_id)
             if request_id in self.in_flight:
                 request = self.in_flight[request_id]
-                self._finish(request, GenerationResult(request_id, [], [], [], FinishReason.ABORT))
+                self._finish(request, self._cut_off(request))
 
     def pause(self, mode: str = "retract") -> None: ...
 

@@ -7,9 +7,11 @@ import pytest
 
 from miles.config.flags import with_values
 from miles.config.sections import DataConfig, RewardConfig, RolloutConfig, RunConfig
+from miles.data.buffer import GroupBuffer
 from miles.data.source import PromptSource
 from miles.errors import EngineError, RewardError
 from miles.rollout.client import EngineClient
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
 from miles.rollout.producer import Producer, rollout_sampling
 from miles.rollout.rewards import RewardRunner
@@ -27,8 +29,8 @@ CONFIG = RunConfig(
 
 def make_producer(generator: FakeGenerator, **extra: Any) -> Producer:
     prompts = [Sample(prompt=f"p{i}", tokens=[i] * (i + 1), label=str(i)) for i in range(4)]
-    source = PromptSource(prompts, n_samples_per_prompt=2, seed=5, shuffle=False)
-    settings = {"rewards": RewardRunner(CONFIG), "max_context_len": 10, **extra}
+    source = GroupBuffer(PromptSource(prompts, n_samples_per_prompt=2, seed=5, shuffle=False))
+    settings = {"rewards": RewardRunner(CONFIG), "hooks": RolloutHooks(CONFIG), "max_context_len": 10, **extra}
     return Producer(CONFIG, client=EngineClient(generator), source=source, **settings)
 
 

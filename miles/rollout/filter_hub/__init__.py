@@ -1,0 +1,1 @@
+"""Dynamic filters: which groups are worth training on."""
