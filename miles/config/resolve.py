@@ -46,6 +46,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:
         filled["dtype"] = "float32" if config.model.device == "cpu" else "bfloat16"
     if config.optim.lr == 0:  # a control run that must not learn; a schedule would rise to these
         filled.update({name: 0.0 for name in ("min_lr", "lr_warmup_init") if flatten(config)[name] != 0})
+    if config.debug.load_debug_rollout_data is not None and not config.debug.debug_train_only:
+        filled["debug_train_only"] = True
     resolved = with_values(config, filled)
     # The name is made from the resolved settings, so a default that is spelled out gives the same run.
     folder = _fill(resolved, {"run_name": default_run_name(resolved)})

@@ -233,6 +233,18 @@ def _names_in_mappings(config: RunConfig) -> Iterator[str]:
         yield f"--apply-chat-template-kwargs cannot set {name!r}: it is given to the chat template for each prompt"
 
 
+def _debug(config: RunConfig) -> Iterator[str]:
+    debug = config.debug
+    if debug.debug_train_only and debug.load_debug_rollout_data is None:
+        yield "--debug-train-only needs --load-debug-rollout-data, the samples to train on"
+    if debug.debug_rollout_only and debug.load_debug_rollout_data is not None:
+        yield "--debug-rollout-only and --load-debug-rollout-data leave nothing to do: give one of them"
+    if debug.debug_rollout_only and config.algorithm.loss_type == "sft_loss":
+        yield "--debug-rollout-only needs written answers: sft_loss has none"
+    if debug.save_debug_rollout_data is not None and "{rollout_id}" not in debug.save_debug_rollout_data:
+        yield "--save-debug-rollout-data needs {rollout_id} in its name: each rollout gets a file of its own"
+
+
 def _run_folder(config: RunConfig) -> Iterator[str]:
     name = config.run_dir.run_name
     if name is not None and (name in (".", "..") or not _FOLDER_NAME.fullmatch(name)):
@@ -265,6 +277,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _heat,
     _profile,
     _names_in_mappings,
+    _debug,
     _run_folder,
     _secrets,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Bounds, flag
+from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, SATISFIED, Bounds, flag
 
 PORT = Bounds("from 0 to 65535", low=0, high=65535)
 
@@ -121,4 +121,21 @@ class ProcessConfig:
         "progress display; auto: a live one on a terminal, else plain lines",
         choices=("auto", "live", "plain", "off"),
         resume=True,
+    )
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Half a run, and samples that are stored and trained on again"""
+
+    save_debug_rollout_data: str | None = flag(
+        None, "also store the samples of each rollout in this parquet file, named with {rollout_id}", resume=True
+    )
+    load_debug_rollout_data: str | None = flag(
+        None, "train on these stored samples, without an engine; samples/rollout_{rollout_id}.parquet of a run will do"
+    )
+    debug_train_only: bool = flag(False, "no engine: train on --load-debug-rollout-data, which sets this")
+    debug_rollout_only: bool = flag(False, "write and score answers, and train nothing")
+    save_debug_event_data: str | None = flag(
+        None, "public name of a folder for events; events.jsonl in the run folder has them", effect=SATISFIED
     )

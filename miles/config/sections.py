@@ -20,7 +20,7 @@ from miles.config.fields import (
     Bounds,
     flag,
 )
-from miles.config.run_sections import ProcessConfig, RunDirConfig, TrackConfig
+from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
 TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
 SEED = Bounds("from 0 to 2^63 - 1", low=0, high=2**63 - 1)
@@ -442,4 +442,5 @@ class RunConfig:
     run_dir: RunDirConfig = field(default_factory=RunDirConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     layout: PublicLayoutConfig = field(default_factory=PublicLayoutConfig)

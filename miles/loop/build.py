@@ -49,6 +49,7 @@ from miles.observe.timers import Timers
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.producer import Producer
+from miles.rollout.replay import ReplayProducer
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer, load_sft_rows
 from miles.text.tokenizer import Tokenizer, load_tokenizer
@@ -72,7 +73,9 @@ class Writers:
     max_context_len: int
     heartbeat: Heartbeat
 
-    def producer(self) -> Producer | SftProducer:
+    def producer(self) -> Producer | SftProducer | ReplayProducer:
+        if self.config.debug.load_debug_rollout_data is not None:
+            return ReplayProducer(self.config.debug.load_debug_rollout_data)
         if self.config.algorithm.loss_type == "sft_loss":
             return SftProducer(self.source.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
         return Producer(
@@ -172,7 +175,8 @@ def _assemble(
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
     follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
-    needs_engine = config.algorithm.loss_type != "sft_loss" or suites
+    has_samples = config.algorithm.loss_type == "sft_loss" or config.debug.debug_train_only
+    needs_engine = suites or not has_samples
     engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
     buffer = GroupBuffer(source)
     writers = Writers(config, buffer, suites, engine, rewards, hooks, tokenizer, max_context_len, heartbeat)

@@ -34,8 +34,10 @@ def step(run: stages.Run) -> None:
     """One rollout, the optimizer steps on it, and what is due after them."""
     with run.profiler.step(run.num_done):
         groups = stages.generate(run)
-        result = stages.train(run, groups)
-        stages.publish(run)
+        result = None
+        if not run.config.debug.debug_rollout_only:
+            result = stages.train(run, groups)
+            stages.publish(run)
     stages.report(run, groups, result)
     stages.finish_step(run)
     stages.evaluate_if_due(run)

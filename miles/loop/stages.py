@@ -32,6 +32,7 @@ from miles.observe.samples import write_samples
 from miles.observe.timers import Timers
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.producer import Producer
+from miles.rollout.replay import ReplayProducer, save_rollout
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer
 from miles.rollout.to_train import to_train_samples
@@ -58,7 +59,7 @@ class Run:
     schedule: Schedule
     source: GroupBuffer
     rewards: RewardRunner | None  # None for supervised training without evaluation
-    producer: Producer | SftProducer
+    producer: Producer | SftProducer | ReplayProducer
     engine: LocalEngine | None  # None when nothing is generated
     evaluate: Callable[[], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
     trainer: LocalTrainer
@@ -163,6 +164,9 @@ def generate(run: Run) -> list[list[Sample]]:
     run.context.heartbeat.set_step(run.num_done, num_steps=run.schedule.num_rollout)
     with run.timers.span("rollout"):
         groups: list[list[Sample]] = _answers(run, run.producer.collect(run.num_done))
+    template = run.config.debug.save_debug_rollout_data
+    if template is not None:
+        save_rollout(template, run.num_done, groups, reward_key=run.config.reward.reward_key)
     return groups
 
 
@@ -191,12 +195,13 @@ def publish(run: Run) -> None:
             run.engine.set_version(run.version)
 
 
-def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
-    """Log the records of a finished rollout, write its numbers and its samples."""
+def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> None:
+    """Log the records of a finished rollout, write its numbers and its samples. Without a result nothing was
+    trained."""
     step, reward_key = run.num_done, run.config.reward.reward_key
     if run.config.process.heat_guard:
         run.timers.add("paused", GATE.take_seconds())
-    seconds = run.timers.take() | result.seconds
+    seconds = run.timers.take() | (result.seconds if result is not None else {})
     written = {
         **rollout_metrics(groups, reward_key=reward_key),
         **run.producer.counts,
@@ -205,13 +210,15 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult) -> None:
             groups, seconds=seconds["rollout"], num_engine_steps=_new_engine_steps(run), hardware=run.hardware
         ),
     }
-    trained = trainer_perf(groups, result, seconds=seconds, hardware=run.hardware)
     log_record("perf", step, written, logger=logger)
-    log_record("rollout", step, result.rollout, logger=logger)
-    for record in result.steps:
-        log_record("step", int(record["train/step"]), record, logger=logger)
-    log_record("perf", step, trained, logger=logger)
-    metrics = {**written, **result.rollout, **step_means(result.steps), **trained}
+    metrics = written
+    if result is not None:
+        trained = trainer_perf(groups, result, seconds=seconds, hardware=run.hardware)
+        log_record("rollout", step, result.rollout, logger=logger)
+        for record in result.steps:
+            log_record("step", int(record["train/step"]), record, logger=logger)
+        log_record("perf", step, trained, logger=logger)
+        metrics = {**written, **result.rollout, **step_means(result.steps), **trained}
     run.metrics.write(step, metrics)
     run.context.heartbeat.report_step(step, metrics, num_steps=run.schedule.num_rollout)
     samples = {"train": [sample for group in groups for sample in group]}

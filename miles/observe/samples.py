@@ -51,7 +51,7 @@ def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *,
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), file)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd")
         temporary.replace(path)
     except OSError as error:
         raise StorageError(
