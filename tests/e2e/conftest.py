@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Miles, Server
+from tests.e2e.harness import REPOSITORY, Miles, Server
+
+# Runs start in folders of their own and name rewards of `tests/e2e/rewards.py`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes longer than a small run
 
+import miles.cli.quickstart
+import miles.cli.train  # a fork that gives up root may not be able to read the files of this Python any more
 import miles.loop.run  # noqa: F401 - the slow import that every fork shares
 from miles.cli.main import main as miles
 
