@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +18,14 @@ from miles.observe.log import LogFile
 from miles.observe.watchdog import Watchdog, where
 
 _DISPLAY_INTERVAL_S = 0.25
+_STALL_S = 2.0  # longer than a busy reader takes
 _ERROR = re.compile(r" - Error: (.*)|([\w.]+(?:Error|Exception)\b.*)|(Fatal Python error.*)")
 _MAX_ERROR_LENGTH = 300
 
 
 class Monitor:
-    """Follows one worker at a time. A terminal that has gone away (closed window, ended pipe) does not end the run."""
+    """Follows one worker at a time. A terminal that has gone away (closed window, ended pipe) does not end the run, and
+    one that takes nothing for a while (Ctrl+S, a stalled reader) does not hold it up: lines are left out then."""
 
     def __init__(self, log_file: Path, process: ProcessConfig, *, display: Display) -> None:
         self.log = LogFile(log_file)
@@ -28,6 +33,7 @@ class Monitor:
         self.expect_worker()
         self._display: Display | None = display
         self._next_display = 0.0
+        self._is_stalled = False
 
     def expect_worker(self) -> None:
         """Forget the worker before; its log and display go on."""
@@ -81,11 +87,24 @@ class Monitor:
         return verdict
 
     def show(self, call: Callable[[Display], None]) -> None:
-        if self._display is not None:
-            try:
-                call(self._display)
-            except OSError:
-                self._display = None
+        if self._display is None or not self._can_show():
+            return
+        try:
+            call(self._display)
+        except OSError:
+            self._display = None
+
+    def _can_show(self) -> bool:
+        """Whether stdout takes a line; waits a little unless it has stalled already."""
+        try:
+            fd = sys.stdout.fileno()
+            _, ready, _ = select.select([], [fd], [], 0.0 if self._is_stalled else _STALL_S)
+        except (OSError, ValueError):  # no file: a notebook, a test, a closed stream
+            return True
+        if ready and self._is_stalled:
+            os.write(fd, b"(lines are missing here: the terminal took none; they are in log.txt)\n")
+        self._is_stalled = not ready
+        return bool(ready)
 
     def close(self) -> None:
         self.show(lambda display: display.close())

@@ -40,6 +40,11 @@ def killed(config, folder, context):
     os.kill(os.getpid(), 9)
 
 
+def talks(config, folder, context):
+    for number in range(3000):
+        print(f"line {number} " + "x" * 100)
+
+
 def dies_twice(config, folder, context):
     _fail(folder, context, times=2, how=lambda: os.kill(os.getpid(), 9))
 

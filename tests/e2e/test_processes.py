@@ -212,6 +212,13 @@ def test_a_stopped_worker_is_a_hang(start):
     run.assert_nothing_is_left()
 
 
+def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up(start):
+    run = start("talks")
+    assert run.process.wait(timeout=60) == 0, "nobody has read a line so far"
+    out, _ = run.process.communicate()
+    assert "line 2999" not in out and "line 2999" in run.log
+
+
 REPAIR = {"use_fault_tolerance": True, "restart_backoff": 0.05}
 
 
