@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from miles.checkpoint.keep import Keep, prune
+from miles.checkpoint.keep import NOTE, Keep, prune
 from miles.checkpoint.save import save_checkpoint
 from miles.observe.log import get_logger
 
@@ -26,6 +26,7 @@ class Saved:
     path: Path
     iteration: int
     removed: list[int]  # older checkpoints that went
+    is_temporary: bool
 
 
 class Saver:
@@ -85,7 +86,8 @@ class Saver:
 
     def _write(self, iteration: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> Saved:
         path = save_checkpoint(self._root, iteration, tensors=tensors, state=state, model_source=self._model_source)
-        return Saved(path, iteration, prune(self._root, self._keep))
+        is_temporary = bool(state.get(NOTE, {}).get("temporary"))
+        return Saved(path, iteration, prune(self._root, self._keep), is_temporary)
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -273,7 +273,8 @@ def save_for_good(run: Run) -> None:
 
 
 def note_saved(run: Run, saved: list[Saved]) -> None:
-    for checkpoint in saved:
+    """Say what was saved to stay; what a repair needs comes and goes with every step."""
+    for checkpoint in (one for one in saved if not one.is_temporary):
         run.metrics.event("checkpoint", step=checkpoint.iteration, path=str(checkpoint.path))
         gone = f", removed those of {', '.join(map(str, checkpoint.removed))}" if checkpoint.removed else ""
         logger.info(f"saved {checkpoint.path}{gone}")
