@@ -48,6 +48,9 @@ def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:
         filled.update({name: 0.0 for name in ("min_lr", "lr_warmup_init") if flatten(config)[name] != 0})
     if config.debug.load_debug_rollout_data is not None and not config.debug.debug_train_only:
         filled["debug_train_only"] = True
+    hooks = config.hooks
+    if hooks.custom_reward_post_process_path or hooks.custom_convert_samples_to_train_data_path:
+        filled["disable_rewards_normalization"] = True  # the hook has done it
     resolved = with_values(config, filled)
     # The name is made from the resolved settings, so a default that is spelled out gives the same run.
     folder = _fill(resolved, {"run_name": default_run_name(resolved)})

@@ -64,7 +64,10 @@ def _out_of_bounds(flag: Flag, number: float) -> str:
 def _required(config: RunConfig) -> Iterator[str]:
     if not config.model.hf_checkpoint:
         yield "--hf-checkpoint is missing: give a Hugging Face model folder, or a hub name when online"
-    if not config.data.prompt_data:
+    has_source = config.hooks.data_source_path is not None
+    if has_source and config.data.num_rollout is None:
+        yield "--data-source-path needs --num-rollout: nobody knows how many prompts an epoch has"
+    if not config.data.prompt_data and not has_source:
         yield "--prompt-data is missing: give a JSONL or parquet file of prompts"
     if config.data.num_rollout is None and config.data.num_epoch is None:
         yield "--num-rollout or --num-epoch is missing: say how long to train"
@@ -184,7 +187,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield f"--eval-prompt-data needs pairs NAME FILE, got {len(sets)} values: {' '.join(sets)}"
     elif len(set(names)) != len(names):
         yield f"--eval-prompt-data gives two sets the same name: {' '.join(names)}"
-    if config.eval.eval_interval is not None and not sets:
+    if config.eval.eval_interval is not None and not sets and config.hooks.eval_function_path is None:
         yield "--eval-interval needs --eval-prompt-data: there is nothing to evaluate on"
     if sets and config.eval.eval_interval is None:
         yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"

@@ -20,6 +20,7 @@ from miles.config.fields import (
     Bounds,
     flag,
 )
+from miles.config.hook_section import HookConfig
 from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
 TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
@@ -431,6 +432,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    hooks: HookConfig = field(default_factory=HookConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

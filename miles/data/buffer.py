@@ -29,6 +29,8 @@ class GroupBuffer:
     def park(self, groups: Iterable[list[Sample]]) -> None:
         self._parked = sorted([*groups, *self._parked], key=lambda group: group[0].group_index)
 
+    get_samples, add_samples = next, park  # the public names, for hooks
+
     def state_dict(self) -> dict[str, Any]:
         parked = [[to_row(sample) for sample in group] for group in self._parked]
         return {**self.source.state_dict(), "parked": parked, "drop_rate": self.drop_rate}

@@ -10,8 +10,9 @@ from typing import Any
 from miles.config.sections import RunConfig
 from miles.evals.suites import EvalSuite, eval_sampling
 from miles.rollout.client import EngineClient
-from miles.rollout.generate_hub.single_turn import generate
 from miles.rollout.group import WrittenGroup, write_group
+from miles.rollout.hook_inputs import RolloutFnEvalOutput
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import has_repetition, mean, summary
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.rollout.producer import Progress, check_failures, run_all_or_none
@@ -34,6 +35,7 @@ async def evaluate(
     config: RunConfig,
     client: EngineClient,
     rewards: RewardRunner,
+    hooks: RolloutHooks,
     max_context_len: int,
     progress: Progress | None = None,
 ) -> EvalResult:
@@ -51,7 +53,9 @@ async def evaluate(
         def write(sample: Sample) -> Coroutine[Any, Any, str | None]:
             stream = f"{EVAL_STREAM}/{name}"
             key = noise_key(config.data.rollout_seed, 0, sample.group_index, sample.index - first, stream=stream)
-            return generate(client, sample, sampling, noise_key=key, max_context_len=max_context_len)
+            return hooks.write(
+                client, group, sample, sampling, noise_key=key, max_context_len=max_context_len, evaluation=True
+            )
 
         return write_group(group, generate=write, score=rewards.score_group)
 
@@ -64,6 +68,12 @@ async def evaluate(
     for name, of_set in flat.items():
         metrics |= _metrics(f"eval/{name}", of_set, reward_key=config.reward.reward_key)
     return EvalResult(metrics, flat)
+
+
+def from_function(output: RolloutFnEvalOutput) -> EvalResult:
+    """The result of an evaluation by a hook: the mean reward of each set, and its own metrics."""
+    means = {f"eval/{name}": mean(data["rewards"]) for name, data in output.data.items()}
+    return EvalResult(means | output.metrics, {name: data.get("samples", []) for name, data in output.data.items()})
 
 
 def _unanswered(suite: EvalSuite, num_answers: int) -> list[list[Sample]]:

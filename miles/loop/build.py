@@ -25,7 +25,7 @@ from miles.data.prompts import load_prompts
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, ConfigError
-from miles.evals.run import EvalResult, evaluate
+from miles.evals.run import EvalResult, evaluate, from_function
 from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.numbers import Hardware
 from miles.loop.placement import Placement, memory_used_and_free_gb, place
@@ -33,7 +33,7 @@ from miles.loop.preflight import report_at_start
 from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import plan_schedule
-from miles.loop.stages import Run, restore
+from miles.loop.stages import RolloutProducer, Run, restore
 from miles.loop.tracking import check_tracking, follow
 from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
@@ -47,8 +47,9 @@ from miles.observe.log import get_logger
 from miles.observe.metrics import MetricsWriter
 from miles.observe.timers import Timers
 from miles.rollout.client import EngineClient
-from miles.rollout.hooks import RolloutHooks
+from miles.rollout.hooks import Hook, RolloutHooks
 from miles.rollout.producer import Producer
+from miles.rollout.replace import HookedSource, RolloutFunction
 from miles.rollout.replay import ReplayProducer
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer, load_sft_rows
@@ -73,11 +74,13 @@ class Writers:
     max_context_len: int
     heartbeat: Heartbeat
 
-    def producer(self) -> Producer | SftProducer | ReplayProducer:
+    def producer(self) -> RolloutProducer:
         if self.config.debug.load_debug_rollout_data is not None:
             return ReplayProducer(self.config.debug.load_debug_rollout_data)
         if self.config.algorithm.loss_type == "sft_loss":
             return SftProducer(self.source.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
+        if self.hooks.rollout is not None:
+            return self._function(self.hooks.rollout)
         return Producer(
             self.config,
             client=self.client,
@@ -88,15 +91,21 @@ class Writers:
             progress=self.progress,
         )
 
-    async def evaluate(self) -> EvalResult:
+    async def evaluate(self, rollout_id: int) -> EvalResult:
+        if self.hooks.evaluation is not None:
+            return from_function(await self._function(self.hooks.evaluation).evaluate(rollout_id))
         return await evaluate(
             self.suites,
             config=self.config,
             client=self.client,
             rewards=self._rewards,
+            hooks=self.hooks,
             max_context_len=self.max_context_len,
             progress=self.progress,
         )
+
+    def _function(self, hook: Hook) -> RolloutFunction:
+        return RolloutFunction(hook, self.hooks, self.client, self.source, max_context_len=self.max_context_len)
 
     @cached_property
     def client(self) -> EngineClient:
@@ -147,10 +156,16 @@ def _assemble(
     tokenizer = load_tokenizer(model_folder, chat_template_path=config.model.chat_template_path)
     tokenizer.check_vocabulary(spec.vocab_size, model=config.model.hf_checkpoint)
     max_context_len = context_len(config, spec)
-    source = _load_source(config, tokenizer, rewards, max_context_len=max_context_len)
+    source: PromptSource | HookedSource
+    if hooks.source is not None:
+        source = HookedSource(hooks.source, hooks.args, encode=lambda sample: tokenizer.encode(str(sample.prompt)))
+        if rewards is not None:
+            rewards.probe()
+    else:
+        source = _load_source(config, tokenizer, rewards, max_context_len=max_context_len)
     check_label = rewards.check_label if rewards is not None else None
     suites = load_suites(config, tokenizer, max_context_len=max_context_len, check_label=check_label)
-    schedule = plan_schedule(config, num_prompts=len(source))
+    schedule = plan_schedule(config, num_prompts=len(source) if isinstance(source, PromptSource) else 0)
     heartbeat.set_phase("load", detail="checkpoint")
     stack.enter_context(saving_to(folder.save))
     loaded = _load_checkpoint(folder)
@@ -176,7 +191,7 @@ def _assemble(
     stack.callback(metrics.close)
     follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
     has_samples = config.algorithm.loss_type == "sft_loss" or config.debug.debug_train_only
-    needs_engine = suites or not has_samples
+    needs_engine = suites or hooks.evaluation is not None or not has_samples
     engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
     buffer = GroupBuffer(source)
     writers = Writers(config, buffer, suites, engine, rewards, hooks, tokenizer, max_context_len, heartbeat)
@@ -192,7 +207,8 @@ def _assemble(
         rewards=rewards,
         producer=writers.producer(),
         engine=engine,
-        evaluate=writers.evaluate if suites else None,
+        evaluate=writers.evaluate if suites or hooks.evaluation is not None else None,
+        hooks=hooks,
         trainer=trainer,
         metrics=metrics,
         profiler=StepProfiler(config.process.profile_steps, folder.path),

@@ -30,8 +30,10 @@ from miles.observe.log import get_logger, log_record
 from miles.observe.metrics import MetricsWriter
 from miles.observe.samples import write_samples
 from miles.observe.timers import Timers
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.producer import Producer
+from miles.rollout.replace import RolloutFunction
 from miles.rollout.replay import ReplayProducer, save_rollout
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer
@@ -40,6 +42,9 @@ from miles.trainer.trainer import LocalTrainer
 from miles.types import Sample, TrainResult
 
 logger = get_logger(__name__)
+
+
+RolloutProducer = Producer | SftProducer | ReplayProducer | RolloutFunction
 
 
 class Stopped(Exception):
@@ -59,9 +64,10 @@ class Run:
     schedule: Schedule
     source: GroupBuffer
     rewards: RewardRunner | None  # None for supervised training without evaluation
-    producer: Producer | SftProducer | ReplayProducer
+    producer: RolloutProducer
     engine: LocalEngine | None  # None when nothing is generated
-    evaluate: Callable[[], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
+    evaluate: Callable[[int], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
+    hooks: RolloutHooks
     trainer: LocalTrainer
     timers: Timers
     runner: asyncio.Runner
@@ -144,8 +150,9 @@ def evaluate_if_due(run: Run) -> None:
     if run.num_done == 0 and run.config.eval.skip_eval_before_train:
         return
     with run.timers.span("eval"):
-        outcome: EvalResult = _answers(run, run.evaluate())
-    log_record("eval", run.num_done, outcome.metrics, logger=logger)
+        outcome: EvalResult = _answers(run, run.evaluate(run.num_done))
+    if not run.wait(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
+        log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
     logger.info(f"evaluation after {run.num_done} rollouts: {scores}")
     run.metrics.write(run.num_done, outcome.metrics, kind="eval")
@@ -183,6 +190,7 @@ def _answers(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
 def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     """Make the optimizer steps of a rollout."""
     samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
+    samples = run.wait(run.hooks.to_train([sample for group in groups for sample in group], samples))
     with run.timers.span("train"):
         return run.trainer.train(samples, rollout_id=run.num_done, weight_version=run.version)
 
@@ -210,7 +218,9 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
             groups, seconds=seconds["rollout"], num_engine_steps=_new_engine_steps(run), hardware=run.hardware
         ),
     }
-    log_record("perf", step, written, logger=logger)
+    flat = [sample for group in groups for sample in group]
+    if not run.wait(run.hooks.logged(step, flat, dict(written), seconds["rollout"])):
+        log_record("perf", step, written, logger=logger)
     metrics = written
     if result is not None:
         trained = trainer_perf(groups, result, seconds=seconds, hardware=run.hardware)
@@ -221,8 +231,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
         metrics = {**written, **result.rollout, **step_means(result.steps), **trained}
     run.metrics.write(step, metrics)
     run.context.heartbeat.report_step(step, metrics, num_steps=run.schedule.num_rollout)
-    samples = {"train": [sample for group in groups for sample in group]}
-    write_samples(run.folder.path / "samples" / f"rollout_{step}.parquet", samples, reward_key=reward_key)
+    write_samples(run.folder.path / "samples" / f"rollout_{step}.parquet", {"train": flat}, reward_key=reward_key)
 
 
 def _new_engine_steps(run: Run) -> int:

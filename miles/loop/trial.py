@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miles.config.flags import with_values
+from miles.config.flags import flatten, with_values
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
@@ -26,6 +26,8 @@ from miles.loop.worker import WorkerContext
 from miles.model.load import resolve_model
 from miles.model.spec import ModelSpec, load_spec
 from miles.observe.heartbeat import Heartbeat
+from miles.rollout.hook_table import HOOKS
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.rewards import RewardRunner
 from miles.text.tokenizer import Tokenizer, load_tokenizer
 from miles.trainer.hooks import load_hooks
@@ -110,9 +112,12 @@ def _load_files(config: RunConfig, checks: Checks) -> tuple[ModelSpec, Tokenizer
 
 def _load_hooks(config: RunConfig, checks: Checks) -> None:
     load_hooks(config)
-    algorithm = config.algorithm
-    names = ("custom_loss_function_path", "custom_tis_function_path", "custom_pg_loss_reducer_function_path")
-    given = [path for name in names if (path := getattr(algorithm, name)) is not None]
+    hooks = RolloutHooks(config)
+    try:
+        hooks.probe()
+    finally:
+        hooks.close()
+    given = [path for kind in HOOKS if (path := flatten(config)[kind.name]) is not None]
     text = f"{', '.join(given)} imported, and called on an example" if given else "none are given"
     checks.add(Verdict("hooks", OK, text))
 

@@ -33,10 +33,12 @@ async def write_group(
     The group is scored as soon as its last answer is there, while other groups are still being written. With `goes_on`
     a group that has a cut-off answer is scored when it has been finished later.
     """
-    failures = await asyncio.gather(*(generate(sample) for sample in samples))
+    given = list(samples)  # `generate` may replace a sample by several rows
+    failures = await asyncio.gather(*(generate(sample) for sample in given))
+    samples.sort(key=lambda sample: sample.index)
     answered_at = time.perf_counter()
     reasons = [
-        f"sample {sample.index}: {failure}" for sample, failure in zip(samples, failures, strict=True) if failure
+        f"sample {sample.index}: {failure}" for sample, failure in zip(given, failures, strict=True) if failure
     ]
     written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     is_open = goes_on and any(sample.status is SampleStatus.ABORTED for sample in samples)

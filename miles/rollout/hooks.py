@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,44 +12,78 @@ from miles.config.flags import FLAGS, Args
 from miles.config.sections import RunConfig
 from miles.errors import PluginError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function
+from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub.common_filters import FilterOutput
-from miles.types import Sample, SampleStatus
+from miles.rollout.generate_hub.single_turn import PER_TOKEN, generate
+from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
+from miles.rollout.hook_table import ARGUMENTS
+from miles.types import Sample, SampleStatus, SamplingParams, TrainSample
 
-HOOK_TIMEOUT_S = 600.0
+HOOK_TIMEOUT_S = 3600.0
+_SEVERAL_SIGNATURES = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
+_ENDED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
+_TRAIN_COLUMNS = {
+    "tokens": "tokens",
+    "response_lengths": "response_length",
+    "rewards": "reward",
+    "raw_reward": "raw_reward",
+    "loss_masks": "loss_mask",
+    "rollout_log_probs": "rollout_log_probs",
+    "weight_versions": "weight_versions",
+    "truncated": "truncated",
+}
 
 
 class Hook:
     """One function of the user, plain or async. Whatever it does wrong becomes a `PluginError` with its line."""
 
-    def __init__(self, name: str, path: str, *arguments: str, thread: HookThread) -> None:
+    def __init__(self, name: str, path: str, thread: HookThread) -> None:
         self.flag, self.path, self._thread = FLAGS[name].spelling, path, thread
         self.function = load_function(path, flag=self.flag)
-        check_signature(self.function, *arguments, path=path, flag=self.flag)
+        if name not in _SEVERAL_SIGNATURES:
+            check_signature(self.function, *ARGUMENTS[name], path=path, flag=self.flag)
 
     async def __call__(self, *arguments: Any) -> Any:
+        return await self.run(self.function, *arguments)
+
+    async def run(self, function: Any, *arguments: Any) -> Any:
+        """Call a function or method of the user in the thread of the hooks."""
         try:
-            return await self._thread.call(self.function, *arguments, timeout_s=HOOK_TIMEOUT_S)
+            return await self._thread.call(function, *arguments, timeout_s=HOOK_TIMEOUT_S)
         except HookTimeoutError:
-            raise PluginError(f"{self.flag} {self.path} did not return within {HOOK_TIMEOUT_S:g} s") from None
+            raise self.wrong(f"did not return within {HOOK_TIMEOUT_S:g} s") from None
         except Exception as error:  # fault boundary: the user's code can raise anything
-            place = describe_error(error, function=self.function)
-            raise PluginError(f"{self.flag} {self.path} failed: {place}") from error
+            raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
 
     def wrong(self, problem: str) -> PluginError:
-        return PluginError(f"{self.flag} {self.path}: {problem}")
+        return PluginError(f"{self.flag} {self.path} {problem}")
 
 
 class RolloutHooks:
-    """The hooks of a rollout that the settings name, each called once on small samples by `probe`."""
+    """The hooks of a rollout that the settings name; `probe` calls them on small samples before a model is loaded."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._args = Args(config)
+        self.args = Args(config)
         self._thread = HookThread("rollout-hooks")
-        rollout = config.rollout
-        self._filter = self._load("dynamic_sampling_filter_path", rollout.dynamic_sampling_filter_path, "args", "group")
+        hooks = config.hooks
+        self._filter = self._load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
+        self._generate = self._load("custom_generate_function_path", hooks.custom_generate_function_path)
+        self._sample_filter = self._load("rollout_sample_filter_path", hooks.rollout_sample_filter_path)
+        self._all_samples = self._load("rollout_all_samples_process_path", hooks.rollout_all_samples_process_path)
+        self._post_process = self._load("custom_reward_post_process_path", hooks.custom_reward_post_process_path)
+        self._convert = self._load(
+            "custom_convert_samples_to_train_data_path", hooks.custom_convert_samples_to_train_data_path
+        )
+        self._log = self._load("custom_rollout_log_function_path", hooks.custom_rollout_log_function_path)
+        self._eval_log = self._load(
+            "custom_eval_rollout_log_function_path", hooks.custom_eval_rollout_log_function_path
+        )
+        self.source = self._load("data_source_path", hooks.data_source_path)
+        self.rollout = self._load("rollout_function_path", hooks.rollout_function_path)
+        self.evaluation = self._load("eval_function_path", hooks.eval_function_path)
 
-    def _load(self, name: str, path: str | None, *arguments: str) -> Hook | None:
-        return None if path is None else Hook(name, path, *arguments, thread=self._thread)
+    def _load(self, name: str, path: str | None) -> Hook | None:
+        return None if path is None else Hook(name, path, self._thread)
 
     @property
     def filters(self) -> bool:
@@ -57,21 +93,122 @@ class RolloutHooks:
         """Why the dynamic filter drops a scored group; None when it is kept."""
         if self._filter is None:
             return None
-        verdict = await self._filter(self._args, group)
+        verdict = await self._filter(self.args, group)
         if isinstance(verdict, FilterOutput):
             return None if verdict.keep else verdict.reason or "unnamed"
         return None if verdict else "unnamed"
 
+    async def write(
+        self,
+        client: EngineClient,
+        group: list[Sample],
+        sample: Sample,
+        sampling: SamplingParams,
+        *,
+        noise_key: int,
+        max_context_len: int,
+        evaluation: bool = False,
+    ) -> str | None:
+        """Write one answer of a group, by the hook when there is one, which may put several rows in its place.
+        Returns why that failed, or None."""
+        if self._generate is None:
+            return await generate(client, sample, sampling, noise_key=noise_key, max_context_len=max_context_len)
+        if sample.status in _ENDED:
+            return None
+        state = GenerateState(self.args, client, noise_key=noise_key, max_context_len=max_context_len)
+        parameters = list(inspect.signature(self._generate.function).parameters)
+        if len(parameters) >= 3 and parameters[0] != "input":
+            given: list[Any] = [self.args, sample, sampling_dict(sampling)]
+            output = await self._generate(*given, *([evaluation] if "evaluation" in parameters else []))
+        else:
+            output = await self._generate(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
+        output = output.samples if isinstance(output, GenerateFnOutput) else output
+        rows = output if isinstance(output, list) else [output]
+        problem = next((text for row in rows if (text := _problem_of(row))), None if rows else "returned nothing")
+        if problem is not None:
+            raise self._generate.wrong(f"{problem} for sample {sample.index}")
+        for row in rows:
+            row.group_index, row.index = sample.group_index, sample.index
+        place = next(n for n, member in enumerate(group) if member is sample)
+        group[place] = rows[0]
+        group.extend(rows[1:])
+        return "the hook gave up" if any(row.status is SampleStatus.FAILED for row in rows) else None
+
+    async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
+        """The hooks that see a full rollout; they may edit samples in place."""
+        if self._sample_filter is not None:
+            await self._sample_filter(self.args, kept)
+        if self._all_samples is not None:
+            await self._all_samples(self.args, everything, source)
+
+    async def to_train(self, samples: list[Sample], converted: list[TrainSample]) -> list[TrainSample]:
+        """What the trainer gets: `converted`, unless a hook changes rewards or makes all of it."""
+        if self._convert is not None:
+            return _with_columns(self._convert, await self._convert(self.args, samples), converted)
+        if self._post_process is not None:
+            answer = await self._post_process(self.args, samples)
+            if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+                raise self._post_process.wrong("must return two lists: raw rewards and rewards")
+            columns = {"raw_reward": list(answer[0]), "rewards": list(answer[1])}
+            return _with_columns(self._post_process, columns, converted)
+        return converted
+
+    async def logged(self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
+        """Whether a hook has logged the rollout in place of us."""
+        return self._log is not None and bool(await self._log(rollout_id, self.args, samples, metrics, seconds))
+
+    async def eval_logged(self, rollout_id: int, data: dict[str, Any], metrics: dict[str, float]) -> bool:
+        return self._eval_log is not None and bool(await self._eval_log(rollout_id, self.args, data, metrics))
+
     def probe(self) -> None:
-        """Call each hook once. Raises `PluginError`."""
+        """Call each hook that needs no engine once. Raises `PluginError`."""
         asyncio.run(self._probe())
 
     async def _probe(self) -> None:
-        key = self._args.reward_key
-        await self.drop_reason(example_group((0.0, 1.0), reward_key=key))
+        def group() -> list[Sample]:
+            return example_group((0.0, 1.0), reward_key=self.args.reward_key)
+
+        await self.drop_reason(group())
+        if self._sample_filter is not None:
+            await self._sample_filter(self.args, [group()])
+        rows = [TrainSample([1, 2, 3], 1, [1], reward, reward, 0, i) for i, reward in enumerate((0.0, 1.0))]
+        await self.to_train(group(), rows)
 
     def close(self) -> None:
         self._thread.close()
+
+
+def _problem_of(sample: Any) -> str | None:
+    if not isinstance(sample, Sample):
+        return f"returned a {type(sample).__name__}, not a Sample"
+    if sample.status is SampleStatus.PENDING:
+        return "returned a sample whose status is still pending"
+    if not 0 <= sample.response_length < max(1, len(sample.tokens)):
+        return f"returned {len(sample.tokens)} tokens with a response_length of {sample.response_length}"
+    for name in PER_TOKEN:
+        values = getattr(sample, name)
+        if values is not None and len(values) != sample.response_length:
+            return f"returned {len(values)} {name} for {sample.response_length} tokens"
+    return None
+
+
+def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[TrainSample]:
+    """The rows with these columns, checked."""
+    unknown = set(columns) - set(_TRAIN_COLUMNS) if isinstance(columns, dict) else {"no dict"}
+    if unknown:
+        raise hook.wrong(f"returned {', '.join(sorted(unknown))}; known columns: {', '.join(_TRAIN_COLUMNS)}")
+    for name, values in columns.items():
+        if len(values) != len(rows):
+            raise hook.wrong(f"returned {len(values)} {name} for {len(rows)} samples")
+        for row, value in zip(rows, values, strict=True):
+            setattr(row, _TRAIN_COLUMNS[name], value)
+    for row in rows:
+        if not math.isfinite(row.reward):
+            raise hook.wrong(f"gave sample {row.index} the reward {row.reward}")
+        if len(row.loss_mask) != row.response_length:
+            masks = len(row.loss_mask)
+            raise hook.wrong(f"gave sample {row.index} {masks} loss_masks for {row.response_length} tokens")
+    return rows
 
 
 def example_group(rewards: Sequence[float], *, reward_key: str | None) -> list[Sample]:

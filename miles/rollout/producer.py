@@ -18,7 +18,6 @@ from miles.errors import EngineError, TrainError
 from miles.observe.log import get_logger
 from miles.rollout.admission import Admission, Outcome
 from miles.rollout.client import EngineClient
-from miles.rollout.generate_hub.single_turn import generate
 from miles.rollout.group import WrittenGroup, write_group
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
@@ -106,7 +105,9 @@ class Producer:
             raise TrainError(f"rollout {rollout_id}: all answers were aborted; there is nothing to train on")
         if self._config.rollout.mask_offpolicy_in_partial_rollout:
             mask_old_tokens(kept, version=self._client.version)
-        return sorted(kept, key=lambda group: group[0].group_index)
+        kept.sort(key=lambda group: group[0].group_index)
+        await self._hooks.finish(kept, [group.samples for group in _written(chosen + dropped)], self._source)
+        return kept
 
     async def _until_known(self, rollout_id: int, admission: Admission, jobs: list[_Job]) -> Outcome:
         """Submit groups and wait, until enough of them have passed the filter."""
@@ -159,7 +160,9 @@ class Producer:
 
         def write(sample: Sample) -> Coroutine[Any, Any, str | None]:
             key = noise_key(seed, begun, sample.group_index, member[sample.index])
-            return generate(self._client, sample, self._sampling, noise_key=key, max_context_len=self._max_context_len)
+            return self._hooks.write(
+                self._client, group, sample, self._sampling, noise_key=key, max_context_len=self._max_context_len
+            )
 
         return write_group(group, generate=write, score=self._rewards.score_group, goes_on=self._partial)
 

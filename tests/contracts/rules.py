@@ -78,7 +78,7 @@ FAULT_BOUNDARIES = {
     "trainer/hooks.py::_try",
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
-    "rollout/hooks.py::__call__",
+    "rollout/hooks.py::run",
     "rollout/rm_hub/fork_server.py::work",
     "rollout/rm_hub/sandbox/candidate.py::main",
     "report/sample_view.py::_tokenizer",

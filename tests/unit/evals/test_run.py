@@ -13,6 +13,7 @@ from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, eval_sampling, load_suites
 from miles.observe import names
 from miles.rollout.client import EngineClient
+from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
 from miles.rollout.rewards import RewardRunner
 from miles.text.tokenizer import load_tokenizer
@@ -33,10 +34,15 @@ def suite(name: str, labels: list[str]) -> EvalSuite:
     return EvalSuite(name, PromptSet(Path("x.jsonl"), prompts, 0))
 
 
-def run(generator: FakeGenerator, suites: list[EvalSuite]) -> EvalResult:
+def run(generator: FakeGenerator, suites: list[EvalSuite], config: RunConfig = CONFIG) -> EvalResult:
     return asyncio.run(
         evaluate(
-            suites, config=CONFIG, client=EngineClient(generator), rewards=RewardRunner(CONFIG), max_context_len=200
+            suites,
+            config=config,
+            client=EngineClient(generator),
+            rewards=RewardRunner(config),
+            hooks=RolloutHooks(config),
+            max_context_len=200,
         )
     )
 

@@ -1,0 +1,37 @@
+"""Import paths of functions and classes of the user that replace or extend a part of a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles.config.fields import flag
+
+
+@dataclass(frozen=True)
+class HookConfig:
+    """Hooks (`miles hooks` lists all; docs/hooks.md has an example of each)"""
+
+    custom_generate_function_path: str | None = flag(
+        None, "import path that writes one answer: f(input) or f(args, sample, sampling_params)"
+    )
+    data_source_path: str | None = flag(None, "import path of a class that gives prompts: C(args).get_samples(n)")
+    rollout_function_path: str | None = flag(None, "import path of what replaces the whole rollout")
+    eval_function_path: str | None = flag(None, "import path of what replaces the whole evaluation")
+    rollout_sample_filter_path: str | None = flag(
+        None, "import path: f(args, groups) edits the samples of a full rollout, remove_sample=True masks one"
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None, "import path: f(args, all_groups, data_source) sees the dropped groups too"
+    )
+    custom_reward_post_process_path: str | None = flag(
+        None, "import path: f(args, samples) -> raw rewards, advantages; replaces the normalisation of groups"
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, "import path: f(args, samples) -> dict of lists that the trainer gets"
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None, "import path: f(rollout_id, args, samples, extra_metrics, rollout_time) -> True leaves out our log line"
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None, "import path: f(rollout_id, args, data, extra_metrics) -> True leaves out our log line"
+    )

@@ -1,0 +1,85 @@
+"""What hooks get and give back, under the public names."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles.rollout.client import EngineClient
+from miles.types import GenerationResult, Sample, SamplingParams
+
+
+class GenerateState:
+    """The engine as a hook sees it: `await state.generate(ids, sampling_params)`, from any thread and event loop."""
+
+    def __init__(self, args: Any, client: EngineClient, *, noise_key: int, max_context_len: int) -> None:
+        self.args, self.tokenizer, self.max_context_len = args, client.tokenizer, max_context_len
+        self._client, self._loop, self._next_key = client, asyncio.get_running_loop(), noise_key
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams | Mapping[str, Any]
+    ) -> GenerationResult:
+        """Write an answer to these tokens. Each call of a sample has draws of its own."""
+        if not isinstance(sampling_params, SamplingParams):
+            sampling_params = SamplingParams(**sampling_params)
+        key, self._next_key = self._next_key, (self._next_key + 1) % 2**64
+        writing = self._client.generate(prompt_ids, sampling_params, noise_key=key)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(writing, self._loop))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateFnInput:
+    state: GenerateState
+    sample: Sample
+    sampling_params: dict[str, Any]
+    evaluation: bool = False
+
+    @property
+    def args(self) -> Any:
+        return self.state.args
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateFnOutput:
+    samples: Sample | list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFnConstructorInput:
+    args: Any
+    data_source: Any  # `get_samples(n)`, `add_samples(groups)`
+    state: GenerateState
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFnTrainInput:
+    rollout_id: int
+    weight_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFnEvalInput:
+    rollout_id: int
+    weight_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFnTrainOutput:
+    samples: list[list[Sample]]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFnEvalOutput:
+    """`data`: by set, `rewards` and optionally `samples`."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
+    """The settings of an answer as old hooks get them."""
+    return {item.name: getattr(sampling, item.name) for item in dataclasses.fields(sampling)}

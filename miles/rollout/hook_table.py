@@ -1,0 +1,42 @@
+"""Every hook: how it is called and what it does. `miles hooks` prints this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HookKind:
+    """`name` is the field of the flag; `arguments` what the function is called with."""
+
+    name: str
+    arguments: tuple[str, ...]
+    effect: str
+
+
+HOOKS = (
+    HookKind("data_source_path", ("args",), "class with get_samples(n), add_samples(groups), save(id) and load(id)"),
+    HookKind("rollout_function_path", ("input",), "class or function that gives the groups of a rollout"),
+    HookKind("custom_generate_function_path", ("input",), "writes one answer, or several rows for one prompt"),
+    HookKind("custom_rm_path", ("args", "sample"), "number or dict; with --group-rm a list for a list of samples"),
+    HookKind("dynamic_sampling_filter_path", ("args", "group"), "keeps or drops a scored group"),
+    HookKind("rollout_sample_filter_path", ("args", "groups"), "edits samples; remove_sample=True masks one"),
+    HookKind("rollout_all_samples_process_path", ("args", "all_groups", "data_source"), "sees dropped groups too"),
+    HookKind(
+        "custom_rollout_log_function_path",
+        ("rollout_id", "args", "samples", "extra_metrics", "rollout_time"),
+        "True leaves out the default log line",
+    ),
+    HookKind("custom_convert_samples_to_train_data_path", ("args", "samples"), "dict of lists for the trainer"),
+    HookKind("custom_reward_post_process_path", ("args", "samples"), "raw rewards and what replaces the advantages"),
+    HookKind("custom_loss_function_path", ("args", "log_probs", "entropy", "inputs"), "loss of each token"),
+    HookKind("custom_tis_function_path", ("args", "pg_loss", "..."), "off-policy correction"),
+    HookKind("custom_pg_loss_reducer_function_path", ("total_lengths", "..."), "averages the tokens"),
+    HookKind("eval_function_path", ("input",), "class or function that gives the numbers of an evaluation"),
+    HookKind(
+        "custom_eval_rollout_log_function_path",
+        ("rollout_id", "args", "data", "extra_metrics"),
+        "True leaves out the default log line",
+    ),
+)
+ARGUMENTS = {kind.name: kind.arguments for kind in HOOKS}

@@ -1,0 +1,64 @@
+"""Every example of docs/hooks.md, in whole runs."""
+
+import re
+
+import pytest
+
+from miles.rollout.hook_table import HOOKS
+from tests.e2e.harness import REPOSITORY, records
+
+PAGE = (REPOSITORY / "docs" / "hooks.md").read_text()
+EXAMPLES = dict(re.findall(r"^## --(\S+)\n.*?```python\n(.*?)```", PAGE, re.M | re.S))
+
+
+def test_the_page_has_an_example_of_each_hook_in_the_order_of_the_table():
+    assert [name.replace("-", "_") for name in EXAMPLES] == [kind.name for kind in HOOKS]
+
+
+RUNS = [
+    ["custom-rm-path", "rollout-sample-filter-path", "custom-reward-post-process-path", "data-source-path"],
+    [
+        *("custom-generate-function-path", "dynamic-sampling-filter-path", "rollout-all-samples-process-path"),
+        *("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path"),
+    ],
+    ["rollout-function-path", "eval-function-path", "custom-convert-samples-to-train-data-path"],
+    ["custom-loss-function-path", "custom-pg-loss-reducer-function-path"],
+    ["custom-tis-function-path"],
+]
+
+
+@pytest.mark.parametrize("names", RUNS, ids=lambda names: names[0])
+def test_examples_run(miles, names):
+    settings = {"num_rollout": 1, "save_interval": None}
+    for name in names:
+        module = "example_" + name.replace("-", "_")
+        (miles.folder / f"{module}.py").write_text(EXAMPLES[name])
+        hook = re.findall(r"^(?:async )?(?:def|class) (\w+)", EXAMPLES[name], re.M)[-1]
+        settings[name.replace("-", "_")] = f"{module}.{hook}"
+    if "eval-function-path" in names:
+        settings["eval_interval"] = 1
+    if "custom-eval-rollout-log-function-path" in names:
+        settings |= {"eval_interval": 1, "eval_prompt_data": ["sums", "train.jsonl"]}
+    if "custom-loss-function-path" in names:
+        settings["loss_type"] = "custom_loss"
+    ended = miles.train(**settings)
+    assert ended.code == 0, ended.err
+    (record,) = records(miles.run, "step")
+    log = miles.log()
+    if "custom-rollout-log-function-path" in names:
+        assert record["rollout/dynamic_filter/drop_even"] == 2.0 and record["rollout/response_lengths"] <= 5
+        assert "my rollout 0 has 8 samples" in ended.out and "my evaluation 1: ['sums']" in ended.out
+        assert (miles.folder / "all_groups.txt").read_text() == "4\n"
+        assert "'rollout/dynamic_filter" not in log and "eval 1: {" not in log
+    if "custom-reward-post-process-path" in names:
+        assert record["train/num_tokens"] < 8 * record["rollout/response_lengths"]  # one answer is masked
+        assert abs(record["rollout/rewards"]) < 1e-6
+    if "eval-function-path" in names:
+        assert records(miles.run, "eval")[-1]["eval/mine"] == 3.0 and record["rollout/response_lengths"] <= 4
+        assert record["rollout/rewards"] == pytest.approx(record["rollout/raw_reward"] - 0.5, abs=1e-6)
+    assert set(EXAMPLES) == {name for names in RUNS for name in names}
+
+
+def test_the_command_lists_them(miles):
+    ended = miles.start("hooks").wait()
+    assert ended.code == 0 and all(f"--{name}\n" in ended.out for name in EXAMPLES)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from miles.config.flags import with_values
+from miles.config.sections import RunConfig
+from miles.errors import PluginError
+from miles.rollout.client import EngineClient
+from miles.rollout.group import write_group
+from miles.rollout.hooks import RolloutHooks, example_group
+from miles.rollout.to_train import to_train_samples
+from miles.types import Sample, SamplingParams
+from tests.unit.rollout.fake_generator import FakeGenerator
+
+HERE = "tests.unit.rollout.test_hooks."
+
+
+def pending(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return sample
+
+
+def short_mask(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    done = example_group((1.0,), reward_key=None)[0]
+    done.loss_mask = [1, 1]
+    return done
+
+
+def nothing(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    return []
+
+
+def two_rows(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = True) -> list[Sample]:
+    assert not evaluation and sampling_params["max_new_tokens"] == 4
+    row = dataclasses.replace(example_group((1.0,), reward_key=None)[0], reward=None, response=str(sample.index))
+    return [row, dataclasses.replace(row, response=f"{sample.index} again")]
+
+
+def one_list(args: Any, samples: list[Sample]) -> list[float]:
+    return [0.0] * len(samples)
+
+
+def wrong_count(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
+    return {"rewards": [1.0]}
+
+
+def no_number(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
+    return {"rewards": [float("nan")] * len(samples)}
+
+
+def unknown_column(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
+    return {"reward": [1.0] * len(samples)}
+
+
+def write(function: str) -> list[Sample]:
+    hooks = RolloutHooks(with_values(RunConfig(), {"custom_generate_function_path": HERE + function}))
+    group = [Sample(group_index=3, index=i, tokens=[1]) for i in (6, 7)]
+
+    async def score(samples: list[Sample]) -> None:
+        for sample in samples:
+            sample.reward = 1.0
+
+    async def run() -> list[Sample]:
+        client = EngineClient(FakeGenerator())
+        sampling = SamplingParams(max_new_tokens=4)
+        written = await write_group(
+            group,
+            generate=lambda s: hooks.write(client, group, s, sampling, noise_key=1, max_context_len=9),
+            score=score,
+        )
+        return written.samples
+
+    try:
+        return asyncio.run(run())
+    finally:
+        hooks.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("pending", "status is still pending for sample 6"),
+        ("short_mask", "returned 2 loss_mask for 1 tokens for sample 6"),
+        ("nothing", "returned nothing for sample 6"),
+    ],
+)
+def test_what_a_generate_hook_returns_is_checked(function: str, problem: str) -> None:
+    with pytest.raises(PluginError, match=f"--custom-generate-function-path {HERE}{function} .*{problem}"):
+        write(function)
+
+
+def test_a_prompt_can_become_several_rows_of_its_group_in_a_fixed_order() -> None:
+    rows = write("two_rows")
+    assert [(r.index, r.group_index, r.response) for r in rows] == [
+        (6, 3, "6"),
+        (6, 3, "6 again"),
+        (7, 3, "7"),
+        (7, 3, "7 again"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "function", "problem"),
+    [
+        ("custom_reward_post_process_path", "one_list", "failed|must return two lists"),
+        ("custom_convert_samples_to_train_data_path", "wrong_count", "returned 1 rewards for 3 samples"),
+        ("custom_convert_samples_to_train_data_path", "no_number", "gave sample 0 the reward nan"),
+        ("custom_convert_samples_to_train_data_path", "unknown_column", "returned reward; known columns: tokens"),
+    ],
+)
+def test_what_a_hook_gives_the_trainer_is_checked(flag: str, function: str, problem: str) -> None:
+    hooks = RolloutHooks(with_values(RunConfig(), {flag: HERE + function}))
+    samples = example_group((0.0, 1.0, 1.0), reward_key=None)
+    with pytest.raises(PluginError, match=problem):
+        asyncio.run(hooks.to_train(samples, to_train_samples([samples])))
