@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from miles.checkpoint.layout import checkpoints
 from tests.e2e.loop_fork import MODEL, run_fork, sums
+from tests.e2e.test_repair import curve
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -75,3 +76,24 @@ def test_init_from_of_another_shape_is_refused(tmp_path):
     ended = run_fork(tmp_path, sums(tmp_path, init_from=str(other)))
     assert ended.code == 2
     assert "--init-from" in ended.text and "do not fit" in ended.text
+
+
+def test_unfinished_answers_are_part_of_a_checkpoint(tmp_path):
+    """A run that carries answers on is killed while some are parked; the next goes on with them."""
+    carrying = {
+        "num_rollout": 4, "save_interval": 1, "partial_rollout": True, "over_sampling_batch_size": 4,
+        "rollout_batch_size": 2, "rollout_max_response_len": 24,
+    }  # fmt: skip
+    whole = run_fork(tmp_path, sums(tmp_path, run_name="whole", **carrying))
+    assert whole.code == 0, whole.text
+
+    def kill(run):
+        if run.num_done == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_fork(tmp_path, sums(tmp_path, **carrying), each_step=kill).code == -signal.SIGKILL
+    saved = json.loads((whole.folder / "checkpoints" / "iter_0000002" / "state.json").read_text())
+    assert saved["state"]["source"]["parked"], "there is something to lose"
+    ended = run_fork(tmp_path, sums(tmp_path, **carrying))
+    assert ended.code == 0, ended.text
+    assert curve(ended.folder) == curve(whole.folder)
