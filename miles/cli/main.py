@@ -21,6 +21,7 @@ COMMANDS = {
     "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
     "check": "say before a run whether it can work: hooks, data, labels, model, memory, disk, log-probs, step time",
     "rehearse": "rehearse what can go wrong in a run: kills, hangs, a full disk, bad numbers",
+    "eval": "evaluate a model or a checkpoint on sets of prompts",
     "hooks": "list the hooks: functions of yours that replace or extend a part of a run",
     "watch": "watch a run from outside and stop it when it is dead; pause it while the GPU is hot",
     "report": "show one run: on the terminal and as a page",

@@ -10,15 +10,16 @@ from miles.config.explain import explain_text
 from miles.config.parse import Parsed, parse_train
 from miles.loop.in_process import run_in_process
 from miles.loop.run_folder import open_run_folder
-from miles.loop.supervisor import supervise
+from miles.loop.supervisor import TRAIN, supervise
 
 
 def run(argv: list[str]) -> int:
     return start(parse_train(argv), command=["miles", "train", *argv])
 
 
-def start(parsed: Parsed, *, command: Sequence[str]) -> int:
-    """Explain or run these settings; `command` is what the user typed, shown again as the way to resume."""
+def start(parsed: Parsed, *, command: Sequence[str], function: str = TRAIN) -> int:
+    """Explain or run these settings; `command` is what the user typed, shown again as the way to resume, and
+    `function` what the worker does."""
     if parsed.explain:
         print(explain_text(parsed), end="", flush=True)
         return 0
@@ -28,7 +29,7 @@ def start(parsed: Parsed, *, command: Sequence[str]) -> int:
     resume_command = shlex.join(command)
     try:
         if config.process.in_process:
-            return run_in_process(config, folder, resume_command=resume_command)
-        return supervise(folder, config.process, resume_command=resume_command)
+            return run_in_process(config, folder, resume_command=resume_command, train=function)
+        return supervise(folder, config.process, resume_command=resume_command, train=function)
     finally:
         folder.close()

@@ -187,8 +187,11 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield f"--eval-prompt-data needs pairs NAME FILE, got {len(sets)} values: {' '.join(sets)}"
     elif len(set(names)) != len(names):
         yield f"--eval-prompt-data gives two sets the same name: {' '.join(names)}"
-    if config.eval.eval_interval is not None and not sets and config.hooks.eval_function_path is None:
+    others = config.eval.eval_config or config.hooks.eval_function_path
+    if config.eval.eval_interval is not None and not sets and not others:
         yield "--eval-interval needs --eval-prompt-data: there is nothing to evaluate on"
+    if config.eval.eval_config is not None and config.eval.eval_interval is None:
+        yield "--eval-config needs --eval-interval: say how often to evaluate"
     if sets and config.eval.eval_interval is None:
         yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"
 

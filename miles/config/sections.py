@@ -385,6 +385,9 @@ class EvalConfig:
         resume=True,
     )
     eval_prompt_data: tuple[str, ...] = flag((), "pairs NAME FILE of evaluation sets", resume=True)
+    eval_config: str | None = flag(
+        None, "YAML file of evaluation sets with their own settings (docs/sampling.md)", resume=True
+    )
     skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout", resume=True)
     n_samples_per_eval_prompt: int = flag(
         1, "answers of an evaluation prompt", unit="answers", bounds=AT_LEAST_ONE, resume=True

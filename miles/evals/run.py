@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.config.sections import RunConfig
-from miles.evals.suites import EvalSuite, eval_sampling
+from miles.evals.passk import pass_metrics
+from miles.evals.suites import EvalSuite
 from miles.rollout.client import EngineClient
 from miles.rollout.group import WrittenGroup, write_group
 from miles.rollout.hook_inputs import RolloutFnEvalOutput
@@ -16,7 +17,7 @@ from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import has_repetition, mean, summary
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.rollout.producer import Progress, check_failures, run_all_or_none
-from miles.rollout.reward_value import reward_value
+from miles.rollout.reward_value import raw_accuracy, reward_value
 from miles.rollout.rewards import RewardRunner
 from miles.types import Sample, SampleStatus
 
@@ -44,8 +45,8 @@ async def evaluate(
     An answer is drawn with the same noise in every evaluation of a run, so that two of them differ by the weights
     only, and never with the noise of a training answer. Raises `EngineError` and `RewardError` like a rollout.
     """
-    samples = {suite.name: _unanswered(suite, config.eval.n_samples_per_eval_prompt) for suite in suites}
-    sampling = eval_sampling(config)
+    samples = {suite.name: _unanswered(suite) for suite in suites}
+    samplings = {suite.name: suite.sampling for suite in suites}
 
     def start(name: str, group: list[Sample]) -> Coroutine[Any, Any, WrittenGroup]:
         first = group[0].index
@@ -54,7 +55,7 @@ async def evaluate(
             stream = f"{EVAL_STREAM}/{name}"
             key = noise_key(config.data.rollout_seed, 0, sample.group_index, sample.index - first, stream=stream)
             return hooks.write(
-                client, group, sample, sampling, noise_key=key, max_context_len=max_context_len, evaluation=True
+                client, group, sample, samplings[name], noise_key=key, max_context_len=max_context_len, evaluation=True
             )
 
         return write_group(group, generate=write, score=rewards.score_group)
@@ -67,6 +68,8 @@ async def evaluate(
     metrics: dict[str, float] = {}
     for name, of_set in flat.items():
         metrics |= _metrics(f"eval/{name}", of_set, reward_key=config.reward.reward_key)
+        rights = [_rights(group, config.reward.reward_key) for group in samples[name]]
+        metrics |= {f"eval/{name}-{kind}": value for kind, value in pass_metrics(rights).items()}
     return EvalResult(metrics, flat)
 
 
@@ -76,15 +79,21 @@ def from_function(output: RolloutFnEvalOutput) -> EvalResult:
     return EvalResult(means | output.metrics, {name: data.get("samples", []) for name, data in output.data.items()})
 
 
-def _unanswered(suite: EvalSuite, num_answers: int) -> list[list[Sample]]:
+def _unanswered(suite: EvalSuite) -> list[list[Sample]]:
     groups = []
     for group_index, prompt in enumerate(suite.data.prompts):
-        group = [copy.deepcopy(prompt) for _ in range(num_answers)]
+        group = [copy.deepcopy(prompt) for _ in range(suite.num_answers)]
         for member, sample in enumerate(group):
             sample.group_index = group_index
-            sample.index = group_index * num_answers + member
+            sample.index = group_index * suite.num_answers + member
         groups.append(group)
     return groups
+
+
+def _rights(group: Sequence[Sample], reward_key: str | None) -> tuple[int, int]:
+    """Answers of a prompt, and those that are right; what could not be graded is not."""
+    scored = [sample for sample in group if sample.reward is not None]
+    return len(group), sum(raw_accuracy(sample, reward_key) >= 1 for sample in scored)
 
 
 def _metrics(name: str, samples: Sequence[Sample], *, reward_key: str | None) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from miles.config.sections import RunConfig
 from miles.data.prompts import LabelCheck, PromptFlags, PromptSet, load_prompts
 from miles.errors import ConfigError
+from miles.evals.eval_config import SetSettings, read_eval_config
 from miles.text.tokenizer import Tokenizer
 from miles.types import SamplingParams
 
@@ -17,41 +18,84 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EvalSuite:
+    """A set with how it is answered."""
+
     name: str
     data: PromptSet
+    sampling: SamplingParams
+    num_answers: int
 
 
 def load_suites(
     config: RunConfig, tokenizer: Tokenizer, *, max_context_len: int, check_label: LabelCheck | None
 ) -> list[EvalSuite]:
-    """Load the pairs NAME FILE of `--eval-prompt-data`. Raises what `load_prompts` raises."""
+    """Load the pairs NAME FILE of `--eval-prompt-data` and the sets of `--eval-config`. Raises what `load_prompts`
+    raises."""
     pairs = config.eval.eval_prompt_data
     assert len(pairs) % 2 == 0, "the rules of the config ask for pairs"
-    suites = []
-    for name, file in zip(pairs[::2], pairs[1::2], strict=True):
-        if "/" in name or not name.strip():
-            raise ConfigError(f"--eval-prompt-data {name!r} {file}: a set's name is part of metric names; use no slash")
-        data = dataclasses.replace(
-            config.data,
-            prompt_data=file,
-            input_key=config.eval.eval_input_key or config.data.input_key,
-            label_key=config.eval.eval_label_key or config.data.label_key,
-        )
-        flags = PromptFlags(
-            file=f"--eval-prompt-data {name}",
-            input_key="--eval-input-key" if config.eval.eval_input_key else "--input-key",
-            label_key="--eval-label-key" if config.eval.eval_label_key else "--label-key",
-        )
-        loaded = load_prompts(
-            data,
-            tokenizer,
-            max_context_len=max_context_len,
-            max_prompt_len=config.rollout.rollout_max_prompt_len,
-            check_label=check_label,
-            flags=flags,
-        )
-        suites.append(EvalSuite(name, loaded))
-    return suites
+    sets = [SetSettings(name, file) for name, file in zip(pairs[::2], pairs[1::2], strict=True)]
+    source = "--eval-prompt-data"
+    if config.eval.eval_config is not None:
+        sets, source = [*sets, *read_eval_config(config.eval.eval_config)], "--eval-config"
+    names = [one.name for one in sets]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--eval-prompt-data and --eval-config give two sets the same name: {' '.join(names)}")
+    return [
+        _load(one, config, tokenizer, max_context_len=max_context_len, check_label=check_label, source=source)
+        for one in sets
+    ]
+
+
+def _load(
+    one: SetSettings,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_context_len: int,
+    check_label: LabelCheck | None,
+    source: str,
+) -> EvalSuite:
+    if "/" in one.name or not one.name.strip():
+        raise ConfigError(f"{source} {one.name!r} {one.path}: a set's name is part of metric names; use no slash")
+    data = dataclasses.replace(
+        config.data,
+        prompt_data=one.path,
+        input_key=one.input_key or config.eval.eval_input_key or config.data.input_key,
+        label_key=one.label_key or config.eval.eval_label_key or config.data.label_key,
+        tool_key=one.tool_key or config.data.tool_key,
+        metadata_key=one.metadata_key or config.data.metadata_key,
+    )
+    flags = PromptFlags(
+        file=f"--eval-prompt-data {one.name}",
+        input_key="--eval-input-key" if config.eval.eval_input_key else "--input-key",
+        label_key="--eval-label-key" if config.eval.eval_label_key else "--label-key",
+    )
+    overrides = {**one.metadata_overrides, **({"rm_type": one.rm_type} if one.rm_type is not None else {})}
+    check = check_label
+    if check_label is not None:
+        check = lambda label, metadata: check_label(label, {**metadata, **overrides})  # noqa: E731
+    loaded = load_prompts(
+        data,
+        tokenizer,
+        max_context_len=max_context_len,
+        max_prompt_len=config.rollout.rollout_max_prompt_len,
+        check_label=check,
+        flags=flags,
+    )
+    for sample in loaded.prompts:
+        sample.metadata |= overrides
+    base = eval_sampling(config)
+    sampling = dataclasses.replace(
+        base,
+        max_new_tokens=_first(one.max_response_len, base.max_new_tokens),
+        temperature=_first(one.temperature, base.temperature),
+        top_p=_first(one.top_p, base.top_p),
+        top_k=_first(one.top_k, base.top_k),
+        stop=_first(one.stop, base.stop),
+        stop_token_ids=_first(one.stop_token_ids, base.stop_token_ids),
+    )
+    num_answers = _first(one.n_samples_per_eval_prompt, config.eval.n_samples_per_eval_prompt)
+    return EvalSuite(one.name, loaded, sampling, num_answers)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:

@@ -6,6 +6,8 @@ A rollout engine writes answers, a reward scores them, a trainer updates the wei
 
 from __future__ import annotations
 
+import contextlib
+
 from miles.config.sections import RunConfig
 from miles.loop import stages
 from miles.loop.build import build
@@ -28,6 +30,14 @@ def run_to_end(run: stages.Run) -> None:
         stages.save_for_good(run)
     else:
         stages.finish(run)
+
+
+def evaluate(config: RunConfig, folder: RunFolder, context: WorkerContext) -> None:
+    """Evaluate the weights once, and train nothing."""
+    with build(config, folder, context) as run:
+        run.evaluated_at = None  # of the run that saved the checkpoint
+        with contextlib.suppress(stages.Stopped):
+            stages.evaluate_if_due(run)
 
 
 def step(run: stages.Run) -> None:

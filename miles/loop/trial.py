@@ -14,7 +14,7 @@ from miles.config.flags import flatten, with_values
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
-from miles.errors import MilesError
+from miles.errors import ConfigError, MilesError
 from miles.loop import preflight, stages
 from miles.loop.build import build, context_len
 from miles.loop.placement import place
@@ -123,6 +123,8 @@ def _load_hooks(config: RunConfig, checks: Checks) -> None:
 
 
 def _load_data(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, checks: Checks) -> list[Sample]:
+    if config.data.prompt_data is None:
+        raise ConfigError("miles check looks at the rows of --prompt-data; with --data-source-path there are none")
     max_len = config.rollout.rollout_max_prompt_len
     loaded = load_prompts(config.data, tokenizer, max_context_len=context_len(config, spec), max_prompt_len=max_len)
     lengths = [len(sample.tokens) for sample in loaded.prompts]
@@ -183,7 +185,11 @@ def _scratch_run(config: RunConfig, folder: Path, *, num_prompts: int, **changes
         "runs_dir": str(folder), "run_name": "trial", "save": str(folder / "save"), "load": str(folder / "save"),
         "save_hf": None, "num_rollout": 1, "num_epoch": None, "rollout_batch_size": num_prompts,
         "lr": 0.0, "min_lr": 0.0, "lr_warmup_init": 0.0, "critic_lr": 0.0,
-        "eval_interval": None, "eval_prompt_data": (), "max_logprob_gap": 0.0, "num_steps_per_rollout": None,
+        "eval_interval": None, "eval_prompt_data": (), "eval_config": None, "eval_function_path": None,
+        "max_logprob_gap": 0.0, "num_steps_per_rollout": None, "over_sampling_batch_size": None,
+        "dynamic_sampling_filter_path": None, "partial_rollout": False, "mask_offpolicy_in_partial_rollout": False,
+        "save_debug_rollout_data": None, "load_debug_rollout_data": None, "debug_train_only": False,
+        "debug_rollout_only": False,
     }  # fmt: skip
     scratch = with_values(config, {**values, **changes})
     scratch = with_values(scratch, {"global_batch_size": samples_per_rollout(scratch)})

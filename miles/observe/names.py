@@ -157,6 +157,9 @@ _EVAL_PER_SET = {
     "-none_reward_ratio": Metric("share", "answers without a reward"),
     "-truncated_ratio": Metric("share", "answers that met a length limit"),
     "-pass@<k>": Metric("share", "unbiased estimate that at least one of k answers has reward 1"),
+    "-pass@<k>_ci95": Metric("share", "half of its 95 percent interval over prompts"),
+    "-avg@<k>": Metric("share", "answers with reward 1: mean over prompts with k answers each"),
+    "-avg@<k>_ci95": Metric("share", "half of its 95 percent interval over prompts"),
 }
 
 _EVAL: dict[str, Metric] = {

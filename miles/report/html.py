@@ -150,7 +150,7 @@ def eval_curves(run: RunData) -> dict[str, list[tuple[int, float]]]:
 
 def _is_detail(name: str) -> bool:
     return name in ("step", "duration_seconds", "lag_steps") or any(
-        mark in name for mark in ("-none_reward_ratio", "-truncated_ratio", "-pass@", "_seconds", "skipped_")
+        mark in name for mark in ("-none_reward_ratio", "-truncated_ratio", "-pass@", "-avg@", "_seconds", "skipped_")
     )
 
 

@@ -4,8 +4,9 @@ import shutil
 import signal
 
 import pyarrow.parquet
+import torch
 
-from tests.e2e.harness import assert_same, is_one_error, records
+from tests.e2e.harness import SETTINGS, assert_same, flags, is_one_error, records
 
 FILTER = {
     "dynamic_sampling_filter_path": "tests.e2e.rewards.not_every_third",
@@ -87,3 +88,20 @@ def test_only_the_rollout(miles):
 def test_a_stored_rollout_that_is_not_there(miles):
     ended = miles.train(load_debug_rollout_data="none_{rollout_id}.parquet")
     is_one_error(ended, 1, "--load-debug-rollout-data none_0.parquet: there is no such file")
+
+
+def test_a_checkpoint_is_evaluated_as_it_was_in_its_run_and_training_does_not_notice(miles):
+    sets = {"eval_prompt_data": ["sums", "train.jsonl"], "n_samples_per_eval_prompt": 2, "eval_temperature": 0.7}
+    assert miles.train(num_rollout=2, eval_interval=2, **sets).code == 0
+    assert miles.train(num_rollout=2, run_name="without").code == 0
+    one, other = miles.state(), miles.state("without")
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in other["model"])
+    names = ("hf_checkpoint", "input_key", "label_key", "apply_chat_template", "custom_rm_path", "device", "in_process")
+    settings = {**{name: SETTINGS[name] for name in names}, "rollout_max_response_len": 12, **sets, "run_name": "eval"}
+    settings["init_from"] = miles.run / "checkpoints" / "iter_0000002"
+    ended = miles.start("eval", *flags(settings)).wait()
+    assert ended.code == 0, ended.err
+    (alone,) = records(miles.runs / "eval")
+    last = records(miles.run, "eval")[-1]
+    assert last["step"] == 2 and last["eval/sums"] > 0
+    assert {**alone, "step": 2} == last

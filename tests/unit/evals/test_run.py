@@ -31,7 +31,7 @@ CONFIG = RunConfig(
 
 def suite(name: str, labels: list[str]) -> EvalSuite:
     prompts = [Sample(prompt=f"{name} {i}", tokens=[i, i], label=label) for i, label in enumerate(labels)]
-    return EvalSuite(name, PromptSet(Path("x.jsonl"), prompts, 0))
+    return EvalSuite(name, PromptSet(Path("x.jsonl"), prompts, 0), eval_sampling(CONFIG), 2)
 
 
 def run(generator: FakeGenerator, suites: list[EvalSuite], config: RunConfig = CONFIG) -> EvalResult:
