@@ -26,6 +26,7 @@ from miles.loop.worker import WorkerContext
 from miles.model.load import resolve_model
 from miles.model.spec import ModelSpec, load_spec
 from miles.observe.heartbeat import Heartbeat
+from miles.report.ranges import load_ranges
 from miles.rollout.hook_table import HOOKS
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.rewards import RewardRunner
@@ -214,10 +215,17 @@ def _gap_verdict(record: dict[str, float], run: Run, *, num_answers: int) -> Ver
     if name not in record:
         return Verdict("log-probs", SKIP, "all answers were empty")
     mean, highest = record[name], record[f"{name}_max"]
-    limit = MAX_GAP[run.placement.device.type]
+    limit = _gap_limit(run)
     text = f"engine and trainer differ by {mean:.2g} nat on average, {highest:.2g} at most, over {num_answers} answers"
     data = {"mean": mean, "max": highest, "limit": limit}
     if mean > limit:
         advice = "they do not compute the same model: check --hf-checkpoint, --init-from and the dtype"
         return Verdict("log-probs", WARN, f"{text}; more than {limit:g}: {advice}", data=data)
     return Verdict("log-probs", OK, text, data=data)
+
+
+def _gap_limit(run: Run) -> float:
+    """What the healthy runs of `--ranges` allow at step 0, else what this kind of device does."""
+    ranges = run.config.track.ranges
+    healthy = load_ranges(Path(ranges)).gap_limit() if ranges is not None else None
+    return MAX_GAP[run.placement.device.type] if healthy is None else healthy

@@ -38,6 +38,12 @@ class Ranges:
     def band(self, key: str) -> Range | None:
         return self.every.get(key)
 
+    def gap_limit(self) -> float | None:
+        """Log-prob gap above which step 0 is not healthy; None when the runs had none."""
+        if "gap" not in self.step_zero:
+            return None
+        return max(self.step_zero["gap"][1] * STEP_ZERO_TIMES, 1e-12)
+
 
 def build_ranges(runs: Sequence[RunData]) -> Ranges:
     """Raises `ConfigError` with fewer than two runs: the spread of one run says nothing about the next."""
@@ -114,9 +120,10 @@ class RangeAlarm:
         return alarms
 
     def _step_zero(self, signal: signals.Signal, value: float) -> str | None:
-        high = self.ranges.step_zero[signal.key][1]
-        if signal.key != "gap" or value <= max(high * STEP_ZERO_TIMES, 1e-12):
+        limit = self.ranges.gap_limit()
+        if signal.key != "gap" or limit is None or value <= limit:
             return None
+        high = self.ranges.step_zero[signal.key][1]
         return f"{signal.title} at step 0 is {value:.3g}, healthy runs had at most {high:.3g}: {signal.watch}"
 
     def _mean(self, signal: signals.Signal, mean: float) -> str | None:

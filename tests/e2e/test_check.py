@@ -5,6 +5,7 @@ import json
 import pytest
 
 from miles.cli.main import main
+from miles.report.ranges import Ranges, save_ranges
 from tests.e2e.loop_fork import MODEL, flags, sums
 
 
@@ -34,6 +35,14 @@ def test_a_run_that_can_work(check, tmp_path):
     assert "assistant\\n[[" in found["loss mask"]["lines"][0]
     assert found["step time"]["measured"] and found["step time"]["seconds"] > 0
     assert not (tmp_path / "runs").exists(), "nothing is left of the trial"
+
+
+def test_healthy_ranges_decide_what_gap_is_a_warning(check, tmp_path):
+    ranges = Ranges(("a", "b"), {"gap": (1e-12, 2e-12)}, {"gap": (0.0, 1.0)}, {"gap": (0.0, 1.0)})
+    save_ranges(tmp_path / "ranges.json", ranges)
+    _, found = check(ranges=tmp_path / "ranges.json", rollout_batch_size=4)
+    assert found["log-probs"]["limit"] == 4e-12
+    assert found["log-probs"]["status"] == "warn", "float32 differs by more than these runs had"
 
 
 def test_labels_that_cannot_be_graded(check, tmp_path):
