@@ -1,0 +1,98 @@
+"""The commands of the user's pages.
+
+A block marked `sh` is run. One marked `sh gpu`, `sh network`, `sh long` or `sh live` needs what this machine may not
+have, or does not end by itself: it is only parsed.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.cli.main import COMMANDS
+from miles.config.flags import FLAGS
+from miles.config.parse import parse_train
+from miles.observe.names import METRICS
+from tests.e2e.harness import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = ("start",)
+MARKS = {"": True, "gpu": False, "network": False, "long": False, "live": False}  # whether the block is run
+PARSED_AS_TRAIN = {"train", "check", "rehearse"}
+IN_PROCESS = {"train", "eval"}
+
+
+def text_of(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text()
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(mark, content) of each shell block."""
+    return re.findall(r"^```sh ?(\w*)\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def commands(content: str) -> list[list[str]]:
+    """The words of each line that begins with `miles`; a backslash continues a line."""
+    lines = content.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("miles ")]
+
+
+def named_flags() -> set[str]:
+    """All flags: those of `miles train`, and of other commands as their files spell them."""
+    known = {flag.spelling for flag in FLAGS.values()} | {"--config", "--explain"}
+    files = [*(REPOSITORY / "miles" / "cli").glob("*.py"), REPOSITORY / "recipes" / "grpo_gsm8k.py"]
+    return known | {flag for file in files for flag in re.findall(r"[\"'`](--[a-z][a-z-]+)", file.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_that_can_run_here_run(miles, page):
+    for name in ("miles/quickstart/model", "recipes"):
+        place = miles.folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(REPOSITORY / name)
+    for mark, content in blocks(page):
+        if not MARKS[mark]:
+            continue
+        lines = commands(content)
+        for argv in lines:
+            extra = ["--device", "cpu", "--in-process"] if argv[0] in IN_PROCESS else []
+            ended = miles.start(*argv, *extra).wait()
+            assert ended.code == 0, (argv, ended.out[-2000:], ended.err[-2000:])
+        if not lines:
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+            subprocess.run(["bash", "-ec", content], cwd=miles.folder, env=environment, check=True, timeout=30)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_that_need_more_are_well_formed(page):
+    for mark, content in blocks(page):
+        for argv in commands(content):
+            assert argv[0] in COMMANDS, argv
+            if argv[0] in PARSED_AS_TRAIN and mark:
+                parse_train([word for word in argv[1:] if word != "--json"])
+        for target in re.findall(r"^make (\w+)", content, re.MULTILINE):
+            assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        for script in re.findall(r"\bpython (\S+\.py)", content):
+            assert (REPOSITORY / script).is_file(), script
+        assert mark or "$" not in content, "a run block has no variables of the reader's shell"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page):
+    text, flags = text_of(page), named_flags()
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)):
+        assert flag.replace("--sglang-", "--engine-").replace("--no-", "--") in flags, flag
+    for command in set(re.findall(r"`miles ([a-z]+)", text)):
+        assert command in COMMANDS, command
+    for metric in set(re.findall(r"`((?:rollout|train|perf)/[\w/]+)`", text)):
+        assert metric in METRICS, metric
+    for link in set(re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)):
+        assert (DOCS / link).exists(), link
+    for path in set(re.findall(r"`(miles/[\w/]+\.py)`", text)):
+        assert (REPOSITORY / path).is_file(), path
+    assert len(text.splitlines()) <= 150
