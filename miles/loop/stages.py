@@ -107,6 +107,11 @@ class Run:
         except asyncio.CancelledError:
             raise Stopped from None
 
+    def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end, also when a stop is requested: for what belongs to a step whose weights have
+        changed. A stop that dropped it would save new weights under the number of the old ones."""
+        return self.runner.run(coroutine)
+
     def interrupt_if_stopping(self) -> None:
         """Cancel what is waited for when a stop is requested. Safe in a signal handler."""
         if self.waiting is not None and self.context.stop_requested():
@@ -151,7 +156,7 @@ def evaluate_if_due(run: Run) -> None:
         return
     with run.timers.span("eval"):
         outcome: EvalResult = _answers(run, run.evaluate(run.num_done))
-    if not run.wait(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
+    if not run.complete(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
         log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
     logger.info(f"evaluation after {run.num_done} rollouts: {scores}")
@@ -219,7 +224,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
         ),
     }
     flat = [sample for group in groups for sample in group]
-    if not run.wait(run.hooks.logged(step, flat, dict(written), seconds["rollout"])):
+    if not run.complete(run.hooks.logged(step, flat, dict(written), seconds["rollout"])):
         log_record("perf", step, written, logger=logger)
     metrics = written
     if result is not None:

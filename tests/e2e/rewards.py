@@ -83,3 +83,8 @@ def quick_if_even(args, sample):
     """Groups with an even number are scored at once, others after the rollout has enough."""
     time.sleep(0.02 * (sample.group_index % 2))
     return digits(args, sample)
+
+
+async def slow_log(rollout_id, args, samples, extra_metrics, rollout_time):
+    await asyncio.sleep(0.2)
+    return False

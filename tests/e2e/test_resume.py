@@ -1,5 +1,6 @@
 """A run that is killed or stopped at any moment goes on as if nothing had happened."""
 
+import contextlib
 import shlex
 import signal
 
@@ -97,6 +98,17 @@ def test_a_stop_saves_and_says_how_to_resume(miles, whole_run, moment, number, c
     assert_same(miles.state(), state_of(whole_run))
 
 
+def test_a_stop_waits_for_a_hook_of_a_step_whose_weights_have_changed(miles, whole_run):
+    hook = {"custom_rollout_log_function_path": "tests.e2e.rewards.slow_log"}
+    ended = miles.train(before=[["signal_at_stage", "report", TERM, 1]], save_interval=None, **hook)
+    assert ended.code == 143
+    assert num_steps(miles) == 2, "the step that was stopped in its report is finished"
+    assert miles.train(save_interval=None, **hook).code == 0
+    stopped, whole = miles.state(), state_of(whole_run)
+    del stopped["state"]["identity"], whole["state"]["identity"]  # one of them has a hook
+    assert_same(stopped, whole)
+
+
 @pytest.mark.parametrize("stage", ["evaluate_if_due", "generate"])
 def test_a_stop_in_or_after_an_evaluation(miles, stage):
     """After one, too: what it leaves in the prefix index is gone when the run is resumed."""
@@ -120,10 +132,16 @@ def test_a_supervised_run_is_stopped_by_ctrl_c(miles, whole_run):
     assert_same(miles.state(), state_of(whole_run))
 
 
+def is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+        return "worker" in str(process.cmdline())
+    return False
+
+
 def test_ctrl_c_while_it_starts(miles):
     """Before there is anything to save: it ends, says how to resume, and the next start is a fresh one."""
     running = miles.start_train(in_process=None)
-    wait_for(lambda: [child for child in psutil.Process(running.pid).children() if "worker" in str(child.cmdline())])
+    wait_for(lambda: any(is_worker(child) for child in psutil.Process(running.pid).children()))
     psutil.Process(running.pid).send_signal(INT)
     ended = running.wait()
     assert ended.code == 130
