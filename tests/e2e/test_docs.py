@@ -20,7 +20,7 @@ from miles.observe.names import METRICS
 from tests.e2e.harness import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = ("start",)
+PAGES = ("start", "size_it", "recipes")
 MARKS = {"": True, "gpu": False, "network": False, "long": False, "live": False}  # whether the block is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}
@@ -48,12 +48,20 @@ def named_flags() -> set[str]:
     return known | {flag for file in files for flag in re.findall(r"[\"'`](--[a-z][a-z-]+)", file.read_text())}
 
 
+def shell(content: str, folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(["bash", "-ec", content], cwd=folder, env=environment, check=True, timeout=30)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_that_can_run_here_run(miles, page):
     for name in ("miles/quickstart/model", "recipes"):
         place = miles.folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(REPOSITORY / name)
+    if page not in ("start", "recipes"):
+        shell(blocks("recipes")[0][1], miles.folder)
     for mark, content in blocks(page):
         if not MARKS[mark]:
             continue
@@ -63,9 +71,7 @@ def test_blocks_that_can_run_here_run(miles, page):
             ended = miles.start(*argv, *extra).wait()
             assert ended.code == 0, (argv, ended.out[-2000:], ended.err[-2000:])
         if not lines:
-            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-            subprocess.run(["bash", "-ec", content], cwd=miles.folder, env=environment, check=True, timeout=30)
+            shell(content, miles.folder)
 
 
 @pytest.mark.parametrize("page", PAGES)
