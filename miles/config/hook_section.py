@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.config.fields import flag
+from miles.config.fields import ABOVE_ZERO, AT_LEAST_ONE, flag
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,17 @@ class HookConfig:
 
     custom_generate_function_path: str | None = flag(
         None, "import path that writes one answer: f(input) or f(args, sample, sampling_params)"
+    )
+    generate_execute_tool_function_path: str | None = flag(
+        None, "import path of what runs a tool in an answer of several turns: f(name, params) -> text"
+    )
+    generate_max_turns: int = flag(16, "most turns of an answer with tools", unit="turns", bounds=AT_LEAST_ONE)
+    generate_tool_timeout: float = flag(
+        30.0,
+        "longest time of one tool call; then the model reads that it failed",
+        unit="s",
+        bounds=ABOVE_ZERO,
+        resume=True,
     )
     data_source_path: str | None = flag(None, "import path of a class that gives prompts: C(args).get_samples(n)")
     rollout_function_path: str | None = flag(None, "import path of what replaces the whole rollout")

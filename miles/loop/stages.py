@@ -30,6 +30,7 @@ from miles.observe.log import get_logger, log_record
 from miles.observe.metrics import MetricsWriter
 from miles.observe.samples import write_samples
 from miles.observe.timers import Timers
+from miles.rollout.generate_hub.multi_turn import tool_numbers
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.producer import Producer
@@ -218,6 +219,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
     written = {
         **rollout_metrics(groups, reward_key=reward_key),
         **run.producer.counts,
+        **tool_numbers([sample for group in groups for sample in group]),
         **(run.rewards.take_counts() if run.rewards is not None else {}),
         **rollout_perf(
             groups, seconds=seconds["rollout"], num_engine_steps=_new_engine_steps(run), hardware=run.hardware

@@ -56,6 +56,9 @@ _ROLLOUT: dict[str, Metric] = {
     "rollout/num_groups_submitted": Metric("groups", "groups that the engine was asked for in this rollout"),
     "rollout/num_groups_continued": Metric("groups", "groups that an earlier rollout had begun"),
     "rollout/wasted_token_ratio": Metric("share", "tokens written in this rollout that nobody needs"),
+    "rollout/num_turns": Metric("turns", "turns of an answer with tools"),
+    "rollout/tool_token_ratio": Metric("share", "response tokens that tools wrote; they are not trained on"),
+    "rollout/model_token_ratio": Metric("share", "response tokens that the model wrote"),
     "rollout/num_failed": Metric("answers", "answers that could not be written or graded"),
     "rollout/num_unscored": Metric("answers", "answers without a finite reward; they get advantage 0"),
     "rollout/num_aborted": Metric("answers", "answers cut off because the rollout had enough"),
@@ -136,6 +139,7 @@ _PERF_PHASES = {
 
 _PERF: dict[str, Metric] = {
     **{f"perf/{phase}_time": Metric("s", meaning) for phase, meaning in _PERF_PHASES.items()},
+    "perf/tool_time": Metric("s", "time of the tool calls of an answer, part of the rollout's"),
     "perf/wait_time_ratio": Metric("share", "waiting of the trainer over the step"),
     "perf/tokens_per_gpu_per_sec": Metric("tokens/s", "tokens of all answers over rollout time and devices"),
     "perf/effective_tokens_per_gpu_per_sec": Metric("tokens/s", "the same for trainable tokens"),

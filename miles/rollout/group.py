@@ -37,9 +37,7 @@ async def write_group(
     failures = await asyncio.gather(*(generate(sample) for sample in given))
     samples.sort(key=lambda sample: sample.index)
     answered_at = time.perf_counter()
-    reasons = [
-        f"sample {sample.index}: {failure}" for sample, failure in zip(given, failures, strict=True) if failure
-    ]
+    reasons = [f"sample {sample.index}: {failure}" for sample, failure in zip(given, failures, strict=True) if failure]
     written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     is_open = goes_on and any(sample.status is SampleStatus.ABORTED for sample in samples)
     if not is_open and any(sample.reward is None for sample in written):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles.rollout.client import EngineClient
+from miles.text.tokenizer import Tokenizer
 from miles.types import GenerationResult, Sample, SamplingParams
 
 
@@ -16,16 +17,29 @@ class GenerateState:
     """The engine as a hook sees it: `await state.generate(ids, sampling_params)`, from any thread and event loop."""
 
     def __init__(self, args: Any, client: EngineClient, *, noise_key: int, max_context_len: int) -> None:
-        self.args, self.tokenizer, self.max_context_len = args, client.tokenizer, max_context_len
+        self.args, self.max_context_len = args, max_context_len
+        self.noise_key = noise_key
         self._client, self._loop, self._next_key = client, asyncio.get_running_loop(), noise_key
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._client.tokenizer is not None, "build.py gives the client the tokenizer of the model"
+        return self._client.tokenizer
+
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams | Mapping[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams | Mapping[str, Any],
+        *,
+        noise_key: int | None = None,
     ) -> GenerationResult:
-        """Write an answer to these tokens. Each call of a sample has draws of its own."""
+        """Write an answer to these tokens. Each call of a sample has draws of its own, unless `noise_key` is given:
+        the draws are by key and position, so turns of one text can share it."""
         if not isinstance(sampling_params, SamplingParams):
             sampling_params = SamplingParams(**sampling_params)
-        key, self._next_key = self._next_key, (self._next_key + 1) % 2**64
+        key = noise_key
+        if key is None:
+            key, self._next_key = self._next_key, (self._next_key + 1) % 2**64
         writing = self._client.generate(prompt_ids, sampling_params, noise_key=key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(writing, self._loop))
 

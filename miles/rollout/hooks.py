@@ -68,6 +68,7 @@ class RolloutHooks:
         hooks = config.hooks
         self._filter = self._load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
         self._generate = self._load("custom_generate_function_path", hooks.custom_generate_function_path)
+        self._load("generate_execute_tool_function_path", hooks.generate_execute_tool_function_path)
         self._sample_filter = self._load("rollout_sample_filter_path", hooks.rollout_sample_filter_path)
         self._all_samples = self._load("rollout_all_samples_process_path", hooks.rollout_all_samples_process_path)
         self._post_process = self._load("custom_reward_post_process_path", hooks.custom_reward_post_process_path)

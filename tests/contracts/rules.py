@@ -79,6 +79,7 @@ FAULT_BOUNDARIES = {
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
     "rollout/hooks.py::run",
+    "rollout/generate_hub/multi_turn.py::_run",
     "rollout/rm_hub/fork_server.py::work",
     "rollout/rm_hub/sandbox/candidate.py::main",
     "report/sample_view.py::_tokenizer",

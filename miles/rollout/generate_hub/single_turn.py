@@ -51,10 +51,11 @@ async def generate(
     return (result.error or "no reason given") if sample.status is SampleStatus.FAILED else None
 
 
-def drop_stop_beginning(sample: Sample, stop: Sequence[str]) -> None:
+def drop_stop_beginning(sample: Sample, stop: Sequence[str], *, first: int = 0) -> None:
     """Let go of the last tokens of a cut-off answer, as many as a stop string can have: the engine looks for stop
-    strings in what it writes itself. The noise is by position, so nothing is drawn twice."""
-    count = min(sample.response_length, max((len(text.encode()) for text in stop), default=0))
+    strings in what it writes itself. The noise is by position, so nothing is drawn twice. Response tokens before
+    `first` stay."""
+    count = min(sample.response_length - first, max((len(text.encode()) for text in stop), default=0))
     if count == 0:
         return
     sample.tokens = sample.tokens[:-count]

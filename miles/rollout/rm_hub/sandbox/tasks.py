@@ -25,10 +25,13 @@ _PROBE = b"import os\nassert os.getpid() > 1 and not os.path.exists('/proc/self'
 
 def run(task: tuple[str, str, float]) -> Any:
     """`("tests", JSON of {"program": ..., and the tests}, seconds)`: whether the program passes all of them.
+    `("output", program, seconds)`: what it prints, errors included.
     `("probe", "", seconds)`: why no sandbox can be built here, or None."""
     kind, text, timeout_s = task
     if kind == "probe":
         return _probe(timeout_s)
+    if kind == "output":
+        return _output(text.encode(errors="surrogatepass"), time.monotonic() + timeout_s)
     job = json.loads(text)
     deadline = time.monotonic() + timeout_s
     program = job["program"].encode(errors="surrogatepass")
@@ -63,6 +66,16 @@ def _prints(program: bytes, given: str, expected: str, deadline: float) -> bool:
         if text is None or jail.wait(deadline - time.monotonic()) != 0:
             return False
     return _lines(text.decode(errors="replace")) == _lines(expected)
+
+
+def _output(program: bytes, deadline: float) -> str:
+    limits = _limits(deadline)
+    with ExitStack() as stack:
+        printed, to_print = _pipe_to_read(stack)
+        inside = [_nowhere(), to_print, os.dup(to_print)]
+        stack.enter_context(Jail(["program.py"], files={"program.py": program}, inside=inside, limits=limits))
+        text = read_all(printed, limit=limits.output_bytes, deadline=deadline)
+    return "error: it printed too much or ran for too long" if text is None else text.decode(errors="replace")
 
 
 def passes_calls(
