@@ -85,6 +85,5 @@ def quick_if_even(args, sample):
     return digits(args, sample)
 
 
-async def slow_log(rollout_id, args, samples, extra_metrics, rollout_time):
-    await asyncio.sleep(0.2)
-    return False
+def tool(name, params):
+    return f"{name} {params}"

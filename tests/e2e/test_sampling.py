@@ -4,6 +4,7 @@ import shutil
 import signal
 
 import pyarrow.parquet
+import pytest
 import torch
 
 from tests.e2e.harness import SETTINGS, assert_same, flags, is_one_error, records
@@ -12,6 +13,11 @@ FILTER = {
     "dynamic_sampling_filter_path": "tests.e2e.rewards.not_every_third",
     "over_sampling_batch_size": 4,
     "num_rollout": 3,
+}
+
+TOOLS = {
+    "custom_generate_function_path": "miles.rollout.generate_hub.multi_turn.generate",
+    "generate_execute_tool_function_path": "tests.e2e.rewards.tool",
 }
 
 
@@ -105,3 +111,15 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_its_run_and_training_does_not_no
     last = records(miles.run, "eval")[-1]
     assert last["step"] == 2 and last["eval/sums"] > 0
     assert {**alone, "step": 2} == last
+
+
+@pytest.mark.parametrize("cuts", [{}, {"rollout_top_k": 5, "rollout_stop": "1"}], ids=["plain", "cut"])
+@pytest.mark.parametrize("turns", [{}, TOOLS], ids=["one turn", "tools"])
+def test_the_trainer_agrees_with_every_token_of_an_answer_that_went_on(miles, cuts, turns):
+    """Nothing is learned, so tokens of every version have the same log-probs on both sides."""
+    settings = {"custom_rm_path": "tests.e2e.rewards.quick_if_even", "over_sampling_batch_size": 4, "lr": 0}
+    assert miles.train(partial_rollout=True, **settings, **cuts, **turns).code == 0
+    found = records(miles.run, "step")
+    assert max(record["train/train_rollout_logprob_abs_diff_max"] for record in found) < 1e-4
+    assert any(record["rollout/num_groups_continued"] for record in found)
+    assert max(record["rollout/weight_version/max"] for record in found) > 0

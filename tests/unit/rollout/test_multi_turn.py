@@ -148,8 +148,11 @@ def test_an_answer_that_was_stopped_in_its_second_turn_goes_on_there(tokenizer: 
 
     async def run() -> Sample:
         flags = {"generate_execute_tool_function_path": f"{__name__}.add"}
-        generator = FakeGenerator(lambda request: state["answer"](request))
-        client = EngineClient(generator, tokenizer)
+
+        def answer(request: GenerationRequest) -> GenerationResult:
+            return state["answer"](request)
+
+        client = EngineClient(FakeGenerator(answer), tokenizer)
         given = GenerateState(Args(with_values(RunConfig(), flags)), client, noise_key=7, max_context_len=1000)
         sample = Sample(tokens=[5, 6, 7], index=0)
         input = GenerateFnInput(given, sample, sampling_dict(SamplingParams(max_new_tokens=900)))
