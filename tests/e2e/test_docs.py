@@ -20,7 +20,7 @@ from miles.observe.names import METRICS
 from tests.e2e.harness import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = ("start", "size_it", "recipes")
+PAGES = ("start", "size_it", "recipes", "speed_and_stability")
 MARKS = {"": True, "gpu": False, "network": False, "long": False, "live": False}  # whether the block is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}
@@ -75,12 +75,14 @@ def test_blocks_that_can_run_here_run(miles, page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_that_need_more_are_well_formed(page):
+def test_blocks_that_need_more_are_well_formed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shell(blocks("recipes")[0][1], tmp_path)
     for mark, content in blocks(page):
         for argv in commands(content):
             assert argv[0] in COMMANDS, argv
             if argv[0] in PARSED_AS_TRAIN and mark:
-                parse_train([word for word in argv[1:] if word != "--json"])
+                parse_train(argv[1 : argv.index("--faults") if "--faults" in argv else None])
         for target in re.findall(r"^make (\w+)", content, re.MULTILINE):
             assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         for script in re.findall(r"\bpython (\S+\.py)", content):
@@ -91,7 +93,7 @@ def test_blocks_that_need_more_are_well_formed(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_exists(page):
     text, flags = text_of(page), named_flags()
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)):
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])", text)):
         assert flag.replace("--sglang-", "--engine-").replace("--no-", "--") in flags, flag
     for command in set(re.findall(r"`miles ([a-z]+)", text)):
         assert command in COMMANDS, command
