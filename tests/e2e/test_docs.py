@@ -1,7 +1,7 @@
 """The commands of the user's pages.
 
-A block marked `sh` is run. One marked `sh gpu`, `sh network`, `sh long` or `sh live` needs what this machine may not
-have, or does not end by itself: it is only parsed.
+A block marked `sh` is run; after `sh fails` a `text` block has parts of the message. One marked `sh gpu`, `sh network`,
+`sh long` or `sh live` needs what this machine may not have, or does not end by itself: it is only parsed.
 """
 
 import os
@@ -17,11 +17,11 @@ from miles.cli.main import COMMANDS
 from miles.config.flags import FLAGS
 from miles.config.parse import parse_train
 from miles.observe.names import METRICS
-from tests.e2e.harness import REPOSITORY
+from tests.e2e.harness import REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
-PAGES = ("start", "size_it", "recipes", "speed_and_stability")
-MARKS = {"": True, "gpu": False, "network": False, "long": False, "live": False}  # whether the block is run
+PAGES = ("start", "size_it", "recipes", "speed_and_stability", "debug")
+MARKS = {"": True, "fails": True, "gpu": False, "network": False, "long": False, "live": False}  # whether it is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}
 
@@ -69,7 +69,11 @@ def test_blocks_that_can_run_here_run(miles, page):
         for argv in lines:
             extra = ["--device", "cpu", "--in-process"] if argv[0] in IN_PROCESS else []
             ended = miles.start(*argv, *extra).wait()
-            assert ended.code == 0, (argv, ended.out[-2000:], ended.err[-2000:])
+            if mark == "fails":
+                parts = re.search(re.escape(content) + r"```\n+```text\n(.*?)```", text_of(page), re.DOTALL)
+                is_one_error(ended, 2, *parts[1].splitlines())
+            else:
+                assert ended.code == 0, (argv, ended.out[-2000:], ended.err[-2000:])
         if not lines:
             shell(content, miles.folder)
 
@@ -81,18 +85,18 @@ def test_blocks_that_need_more_are_well_formed(page, tmp_path, monkeypatch):
     for mark, content in blocks(page):
         for argv in commands(content):
             assert argv[0] in COMMANDS, argv
-            if argv[0] in PARSED_AS_TRAIN and mark:
+            if argv[0] in PARSED_AS_TRAIN and not MARKS[mark]:
                 parse_train(argv[1 : argv.index("--faults") if "--faults" in argv else None])
         for target in re.findall(r"^make (\w+)", content, re.MULTILINE):
             assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         for script in re.findall(r"\bpython (\S+\.py)", content):
             assert (REPOSITORY / script).is_file(), script
-        assert mark or "$" not in content, "a run block has no variables of the reader's shell"
+        assert not MARKS[mark] or "$" not in content, "a run block has no variables of the reader's shell"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_exists(page):
-    text, flags = text_of(page), named_flags()
+    text, flags = re.sub(r"^```sh fails\n.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), named_flags()
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])", text)):
         assert flag.replace("--sglang-", "--engine-").replace("--no-", "--") in flags, flag
     for command in set(re.findall(r"`miles ([a-z]+)", text)):
@@ -104,3 +108,12 @@ def test_what_a_page_names_exists(page):
     for path in set(re.findall(r"`(miles/[\w/]+\.py)`", text)):
         assert (REPOSITORY / path).is_file(), path
     assert len(text.splitlines()) <= 150
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """The first column of the tables of debug.md, as it stands in the source."""
+    files = (REPOSITORY / "miles").rglob("*.py")
+    source = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
+    quoted = re.findall(r"^\| `([^`]+)`", text_of("debug"), re.MULTILINE)
+    assert len(quoted) > 30
+    assert [text for text in quoted if text not in source] == []
