@@ -20,7 +20,7 @@ from miles.observe.names import METRICS
 from tests.e2e.harness import REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
-PAGES = ("start", "size_it", "recipes", "speed_and_stability", "debug")
+PAGES = ("start", "size_it", "recipes", "speed_and_stability", "debug", "how_it_works")
 MARKS = {"": True, "fails": True, "gpu": False, "network": False, "long": False, "live": False}  # whether it is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}
