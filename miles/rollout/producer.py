@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 MAX_DROPPED_BATCHES = 30  # dropping more than so many times what is wanted ends the run
 MAX_DROP_RATE = 0.9  # that --over-sampling-batch-size auto plans for
 DROP_RATE_STEP = 0.5  # weight of the last rollout in it
+SPARE_DEVIATIONS = 0.8  # a second wave of a few groups takes longer than some groups more in the first
 PARTIAL_SPARE = 1.5  # groups begun for one wanted, with --partial-rollout
 BEGUN = "start_rollout_id"  # where the metadata of a parked sample keeps the rollout that began it
 MAX_FAILED_SHARE = 0.1  # of the answers of a rollout; one failed answer is always tolerated
@@ -141,8 +142,11 @@ class Producer:
         given = self._config.rollout.over_sampling_batch_size
         if given is not None:
             return given
-        spare = PARTIAL_SPARE if self._partial else 1.0
-        return math.ceil(missing * spare / (1 - min(self._source.drop_rate, MAX_DROP_RATE)))
+        if self._partial:
+            missing = math.ceil(missing * PARTIAL_SPARE)
+        dropped = min(self._source.drop_rate, MAX_DROP_RATE)
+        deviation = math.sqrt(missing * dropped) / (1 - dropped)  # of the groups until so many have passed
+        return math.ceil(missing / (1 - dropped) + SPARE_DEVIATIONS * deviation)
 
     async def _work(self, rollout_id: int, number: int, job: _Job, finished: asyncio.Queue[int]) -> None:
         try:

@@ -1,0 +1,133 @@
+"""What a dynamic filter costs: rollouts whose filter drops half of the groups, beside plain ones on the same engine.
+
+Per pair: a plain rollout of 32 prompts, then one whose filter keeps a group by a fixed hash of its number. The plain
+time times prompts needed / 32 is the limit, where the prompts needed are those up to the last group that was taken.
+Wasted tokens are those of groups that were stopped or not needed.
+
+    python benchmarks/over_sampling.py [--pairs 7] [--write FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles.config.flags import with_values
+from miles.config.sections import EngineConfig, RunConfig
+from miles.data.buffer import GroupBuffer
+from miles.data.source import PromptSource
+from miles.engine.local import LocalEngine
+from miles.model.load import load_model
+from miles.observe.environment import describe_environment
+from miles.rollout.client import EngineClient
+from miles.rollout.hooks import RolloutHooks
+from miles.rollout.producer import Producer
+from miles.rollout.rewards import RewardRunner
+from miles.text.tokenizer import load_tokenizer
+from miles.types import Sample
+
+MODEL = Path(__file__).parents[1] / "miles" / "quickstart" / "model"
+BATCH, ANSWERS, MAX_TOKENS = 32, 8, 64
+
+
+def keep_half(args: Any, group: list[Sample]) -> bool:
+    return hashlib.sha256(str(group[0].group_index).encode()).digest()[0] % 2 == 0
+
+
+def make_producer(engine: LocalEngine, tokenizer: Any, *, filtered: bool) -> Producer:
+    config = with_values(
+        RunConfig(),
+        {
+            "rollout_batch_size": BATCH, "n_samples_per_prompt": ANSWERS, "rollout_max_response_len": MAX_TOKENS,
+            "rm_type": "random",
+            "dynamic_sampling_filter_path": "benchmarks.over_sampling.keep_half" if filtered else None,
+        },
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    ids = random.integers(10, tokenizer.vocab_size, size=(1000, 12)).tolist()
+    prompts = [Sample(prompt="", tokens=row) for row in ids]
+    return Producer(
+        config,
+        client=EngineClient(engine, tokenizer),
+        source=GroupBuffer(PromptSource(prompts, n_samples_per_prompt=ANSWERS, seed=0, shuffle=False)),
+        rewards=RewardRunner(config),
+        hooks=RolloutHooks(config),
+        max_context_len=256,
+    )
+
+
+def measure(num_pairs: int) -> dict[str, Any]:
+    tokenizer = load_tokenizer(MODEL)
+    model = load_model(MODEL, dtype=torch.float32, device=torch.device("cpu"))
+    engine = LocalEngine(model, tokenizer, EngineConfig(), device="cpu")
+    plain, filtered = (make_producer(engine, tokenizer, filtered=filtered) for filtered in (False, True))
+    pairs = []
+
+    async def run() -> None:
+        begin = 0
+        for number in range(num_pairs + 1):
+            start = time.perf_counter()
+            await plain.collect(number)
+            middle = time.perf_counter()
+            groups = await filtered.collect(number)
+            end = time.perf_counter()
+            needed = groups[-1][0].group_index + 1 - begin
+            begin += needed
+            seconds, limit = end - middle, (middle - start) * needed / BATCH
+            wasted = filtered.counts["rollout/wasted_token_ratio"]
+            pairs.append(
+                {"plain": middle - start, "seconds": seconds, "limit": limit, "needed": needed, "wasted": wasted}
+            )
+
+    with asyncio.Runner() as runner:
+        runner.run(run())
+    engine.close()
+    pairs = pairs[1:]  # the first one warms up and learns the drop rate
+    return {
+        "seconds": round(median(pair["seconds"] for pair in pairs), 4),
+        "limit_seconds": round(median(pair["limit"] for pair in pairs), 4),
+        "ratio": round(median(pair["seconds"] / pair["limit"] for pair in pairs), 3),
+        "wasted_token_share": round(sum(pair["wasted"] for pair in pairs) / len(pairs), 3),
+        "pairs": [{name: round(value, 4) for name, value in pair.items()} for pair in pairs],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--write", type=Path, help="folder that gets the JSON line as a file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = measure(args.pairs)
+    environment = describe_environment(command=["python", *sys.argv], model_folder=None, seeds={})
+    record = {
+        "name": "over_sampling",
+        **measured,
+        "share_of_limit": round(measured["limit_seconds"] / measured["seconds"], 3),
+        "peers": {"plain rollout": {"seconds": round(median(p["plain"] for p in measured["pairs"]), 4), "version": ""}},
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "hardware": environment["hardware"],
+        "versions": environment["versions"],
+        "commit": environment["commit"],
+        "date": environment["time"][:10],
+        "command": environment["command"],
+    }
+    if args.write is not None:
+        name = f"over_sampling_{record['hardware']['num_cpus']}cpu_{record['date']}.json"
+        (args.write / name).write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
