@@ -100,21 +100,27 @@ def test_blocks_that_need_more_are_well_formed(page, tmp_path, monkeypatch):
         assert not MARKS[mark] or "$" not in content, "a run block has no variables of the reader's shell"
 
 
-@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
+@pytest.mark.parametrize("page", [*sorted(path.stem for path in DOCS.glob("*.md")), "../README"])
 def test_what_a_page_names_exists(page):
     text, flags = re.sub(r"^```sh fails\n.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), named_flags()
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text)):
         plain = flag.replace("--sglang-", "--engine-")
         assert {plain, plain.replace("--no-", "--")} & flags, flag
-    for command in set(re.findall(r"`miles ([a-z]+)", text)):
+    for command in set(re.findall(r"(?:`|^ *)miles ([a-z]+)", text, re.MULTILINE)):
         assert command in COMMANDS, command
     for metric in set(re.findall(r"`((?:rollout|train|perf)/[\w/]+)`", text)):
         assert metric in METRICS, metric
     for link in set(re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)):
-        assert (DOCS / link).exists(), link
+        assert ((DOCS / f"{page}.md").parent / link).exists(), link
     for path in set(re.findall(r"`(miles/[\w/]+\.py)`", text)):
         assert (REPOSITORY / path).is_file(), path
     assert page not in PAGES or len(text.splitlines()) <= 150
+
+
+def test_commands_of_the_readme_are_well_formed():
+    train = [argv for argv in commands(text_of("../README")) if argv[0] == "train"]
+    assert len(train) == 1
+    parse_train(train[0][1:])
 
 
 def test_quoted_messages_are_those_of_the_code():
