@@ -204,6 +204,7 @@ def main() -> None:
         **measured,
     }
     if args.write is not None:
+        args.write.mkdir(parents=True, exist_ok=True)
         hardware = f"{record['hardware']['num_cpus']}cpu"
         path = args.write / f"{record['name']}_{hardware}_{record['date']}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
