@@ -28,6 +28,8 @@ class Bounds:
 
 
 AT_LEAST_ONE = Bounds("at least 1", low=1)
+# The table of running answers is as long as this, and a row takes memory whether it is used or not.
+TABLE_ROWS = Bounds("from 1 to 16,384", low=1, high=16_384)
 NOT_NEGATIVE = Bounds("at least 0", low=0)
 ABOVE_ONE = Bounds("above 1", low=1, low_open=True)
 ABOVE_ZERO = Bounds("above 0", low=0, low_open=True)

@@ -17,6 +17,7 @@ from miles.config.fields import (
     FRACTION_BELOW_ONE,
     NOT_NEGATIVE,
     SATISFIED,
+    TABLE_ROWS,
     Bounds,
     flag,
 )
@@ -355,7 +356,7 @@ class EngineConfig:
         None, "tokens the KV cache holds; default by memory", unit="tokens", bounds=AT_LEAST_ONE
     )
     engine_max_running_requests: int | None = flag(
-        None, "answers written at one time; default by device", unit="answers", bounds=AT_LEAST_ONE
+        None, "answers written at one time; default by device", unit="answers", bounds=TABLE_ROWS
     )
     engine_chunked_prefill_size: int | None = flag(
         None, "prompt tokens of one engine step; default by device", unit="tokens", bounds=AT_LEAST_ONE

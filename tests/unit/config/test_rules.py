@@ -78,6 +78,10 @@ def test_good_settings_have_no_violation():
         ({"eval_interval": 1}, "--eval-interval needs --eval-prompt-data"),
         ({"eval_prompt_data": ("a", "x")}, "--eval-prompt-data needs --eval-interval"),
         ({"save_interval": 0}, "--save-interval must be at least 1, not 0"),
+        (
+            {"engine_max_running_requests": 10**9},
+            "--engine-max-running-requests must be from 1 to 16,384, not 1000000000",
+        ),
         ({"phase_deadlines": {"rollout": 0.0}}, "--phase-deadlines must be above 0, not 0.0"),
         ({"phase_deadlines": {"trian": 5.0}}, "there is no phase 'trian' (did you mean train?); there are start, load"),
         ({"apply_chat_template_kwargs": {"tokenize": True}}, "--apply-chat-template-kwargs cannot set 'tokenize'"),
