@@ -87,3 +87,8 @@ def quick_if_even(args, sample):
 
 def tool(name, params):
     return f"{name} {params}"
+
+
+async def slow_log(rollout_id, args, samples, extra_metrics, rollout_time):
+    await asyncio.sleep(0.2)
+    return False
