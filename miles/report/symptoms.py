@@ -17,7 +17,6 @@ from miles.report.summary import ZERO_STD, duration, number, state
 
 ENGINE_START = timedelta(minutes=5)
 GAP_ALARM = 0.05  # healthy gaps between bfloat16 programs are near 0.015
-CRITICAL_MEMORY = 0.9
 
 _CUDA_MEMORY = r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
 _EXCEPTION = re.compile(r"^(?:Error: |(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: |$))")

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Groups by their number: `surplus` ones are not needed, finished or not; `decided` are the others, dropped ones
-    included, in the order they were submitted."""
+    """Groups by their number: `surplus` ones are not needed, finished or not."""
 
     chosen: list[int]
     dropped: list[int]
     surplus: list[int]
-
-    @property
-    def decided(self) -> list[int]:
-        return sorted([*self.chosen, *self.dropped])
 
 
 class Admission:
