@@ -26,6 +26,9 @@ class HookConfig:
         resume=True,
     )
     data_source_path: str | None = flag(None, "import path of a class that gives prompts: C(args).get_samples(n)")
+    buffer_filter_path: str | None = flag(
+        None, "import path that takes parked groups out of the buffer: f(args, None, buffer, n) -> groups"
+    )
     rollout_function_path: str | None = flag(None, "import path of what replaces the whole rollout")
     eval_function_path: str | None = flag(None, "import path of what replaces the whole evaluation")
     rollout_sample_filter_path: str | None = flag(

@@ -73,6 +73,28 @@ def _required(config: RunConfig) -> Iterator[str]:
         yield "--num-rollout or --num-epoch is missing: say how long to train"
 
 
+def _prompt_files(config: RunConfig) -> Iterator[str]:
+    data, has_source = config.data, config.hooks.data_source_path is not None
+    if len(data.mix_prompt_data) % 2 or any(_is_no_weight(weight) for weight in data.mix_prompt_data[1::2]):
+        yield f"--mix-prompt-data {' '.join(data.mix_prompt_data)}: expected pairs FILE WEIGHT, with weights above 0"
+    low_high = data.curriculum_pass_rates
+    if low_high and (len(low_high) != 2 or low_high[0] > low_high[1]):
+        yield f"--curriculum-pass-rates {' '.join(map(str, low_high))}: expected LOW HIGH, two shares of right answers"
+    if low_high and data.num_rollout is None:
+        yield "--curriculum-pass-rates needs --num-rollout: nobody knows how many prompts will sit out"
+    if low_high and config.algorithm.loss_type == "sft_loss":
+        yield "--curriculum-pass-rates needs answers that are scored: sft_loss has none"
+    if has_source and (low_high or data.mix_prompt_data):
+        yield "--mix-prompt-data and --curriculum-pass-rates are for prompt files: --data-source-path replaces them"
+
+
+def _is_no_weight(text: str) -> bool:
+    try:
+        return not 0 < float(text) < math.inf
+    except ValueError:
+        return True
+
+
 def _reward(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     if reward.rm_type is None and reward.custom_rm_path is None:
@@ -271,6 +293,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _required,
     _bounds,
     _sampling,
+    _prompt_files,
     _over_sampling,
     _batches,
     _reward,

@@ -70,13 +70,24 @@ class ModelConfig:
 class DataConfig:
     """Prompt data"""
 
-    prompt_data: str | None = flag(None, "JSONL or parquet file of prompts; FILE@[a:b] keeps rows a to b-1")
+    prompt_data: str | None = flag(
+        None, "JSONL or parquet file of prompts, also hf://datasets/OWNER/NAME/FILE; FILE@[a:b] keeps rows a to b-1"
+    )
     input_key: str = flag("input", "column of the prompt: a text, or a list of chat messages")
     label_key: str | None = flag(None, "column of the right answer")
     metadata_key: str = flag("metadata", "column of a mapping that rewards and hooks see")
     tool_key: str | None = flag(None, "column of tool specifications for the chat template")
     apply_chat_template: bool = flag(False, "render prompts through the chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, "JSON of extra arguments for the chat template")
+    mix_prompt_data: tuple[str, ...] = flag(
+        (), "pairs FILE WEIGHT: more prompt files, beside --prompt-data, whose weight is 1"
+    )
+    curriculum_pass_rates: tuple[float, ...] = flag(
+        (),
+        "LOW HIGH: prompts that were answered right less or more often than this sit out the next epoch; before the "
+        "first answers pass_rate of the metadata counts",
+        bounds=FRACTION,
+    )
     rollout_shuffle: bool = flag(False, "shuffle prompts, anew each epoch")
     rollout_seed: int = flag(42, "seed of the prompt order and of every random draw of the engine", bounds=SEED)
     num_rollout: int | None = flag(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.observe.samples import from_row, to_row
@@ -10,11 +10,14 @@ from miles.types import DataSource, Sample
 
 
 class GroupBuffer:
-    """Implements `DataSource` over another one. Parked groups come first, the oldest before the others, and are part
-    of every checkpoint: none is lost, none comes twice."""
+    """Implements `DataSource` over another one. Parked groups come first, the oldest before the others unless `take`
+    takes others out of the list it is given, and are part of every checkpoint: none is lost, none comes twice."""
 
-    def __init__(self, source: DataSource) -> None:
+    def __init__(
+        self, source: DataSource, *, take: Callable[[list[list[Sample]], int], list[list[Sample]]] | None = None
+    ) -> None:
         self.source = source
+        self._take = take or take_oldest
         self._parked: list[list[Sample]] = []
         self.drop_rate = 0.0  # share of groups that the filter dropped lately
 
@@ -23,11 +26,14 @@ class GroupBuffer:
         return len(self._parked)
 
     def next(self, count: int) -> list[list[Sample]]:
-        taken, self._parked = self._parked[:count], self._parked[count:]
+        taken = self._take(self._parked, count)
         return taken + (self.source.next(count - len(taken)) if len(taken) < count else [])
 
     def park(self, groups: Iterable[list[Sample]]) -> None:
         self._parked = sorted([*groups, *self._parked], key=lambda group: group[0].group_index)
+
+    def note(self, groups: Iterable[tuple[Sample, float]]) -> None:
+        self.source.note(groups)
 
     get_samples, add_samples = next, park  # the public names, for hooks
 
@@ -39,3 +45,10 @@ class GroupBuffer:
         self.source.load_state_dict(state)
         self._parked = [[from_row(row) for row in group] for group in state.get("parked", [])]
         self.drop_rate = state.get("drop_rate", 0.0)
+
+
+def take_oldest(parked: list[list[Sample]], count: int) -> list[list[Sample]]:
+    """Take up to `count` groups out of `parked`."""
+    taken = parked[:count]
+    del parked[:count]
+    return taken

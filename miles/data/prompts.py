@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from miles.config.sections import DataConfig
-from miles.data.rows import BadRows, Row, missing_column, read_rows
+from miles.data.rows import BATCH_ROWS, BadRows, Row, missing_column, stream_rows
+from miles.data.store import store_for
 from miles.errors import DataError
 from miles.observe.log import get_logger
 from miles.text.tokenizer import Tokenizer
@@ -26,7 +28,7 @@ class PromptSet:
     """Rows of a file as samples without an answer: `prompt` is the text the model sees and `tokens` its ids."""
 
     path: Path
-    prompts: list[Sample]
+    prompts: Sequence[Sample]
     num_too_long: int  # rows left out because of their length
 
 
@@ -55,40 +57,43 @@ def load_prompts(
     `check_label` refuses: one `DataError` names the file, the number of bad rows and the first of them.
     """
     assert data.prompt_data is not None, "the rules of the config ask for --prompt-data"
-    path, rows = read_rows(data.prompt_data, flag=flags.file)
-    bad = BadRows(path, flag=flags.file)
-    prompts: list[tuple[int, Sample]] = []
-    for number, row in rows:
-        try:
-            prompts.append((number, _read_prompt(row, data, tokenizer, check_label, flags)))
-        except DataError as error:
-            bad.add(number, str(error))
-    bad.raise_if_any(num_rows=len(rows))
-    texts = [str(sample.prompt) for _, sample in prompts]
-    for (_, sample), ids in zip(prompts, tokenizer.encode_batch(texts), strict=True):
-        sample.tokens = ids
-    kept = [(n, s) for n, s in prompts if max_prompt_len is None or len(s.tokens) <= max_prompt_len]
-    num_too_long = len(prompts) - len(kept)
-    if num_too_long:
-        logger.warning(
-            f"{path}: {num_too_long} of {len(prompts)} prompts have more than {max_prompt_len} tokens "
-            "(--rollout-max-prompt-len) and are left out"
-        )
-    if not kept:
+    path, rows = stream_rows(data.prompt_data, flag=flags.file)
+    bad, prompts = BadRows(path, flag=flags.file), store_for(path)
+    num_rows = num_too_long = num_read = 0
+    advice = ""
+    while batch := list(islice(rows, BATCH_ROWS)):
+        num_rows += len(batch)
+        read: list[tuple[int, Sample]] = []
+        for number, row in batch:
+            try:
+                read.append((number, _read_prompt(row, data, tokenizer, check_label, flags)))
+            except DataError as error:
+                bad.add(number, str(error))
+        num_read += len(read)
+        texts = [str(sample.prompt) for _, sample in read]
+        for (number, sample), ids in zip(read, tokenizer.encode_batch(texts), strict=True):
+            sample.tokens = ids
+            if max_prompt_len is not None and len(ids) > max_prompt_len:
+                num_too_long += 1
+            elif not ids:
+                bad.add(number, "its prompt has no tokens")
+            elif len(ids) >= max_context_len:
+                bad.add(number, f"its prompt has {len(ids)} tokens; the context holds {max_context_len}")
+                advice = f"--rollout-max-prompt-len N with N below {max_context_len} leaves such prompts out"
+            else:
+                prompts.append(sample)
+    bad.raise_if_any(num_rows=num_rows, advice=advice)
+    if not prompts:
         raise DataError(
-            f"{flags.file} {data.prompt_data}: all {len(prompts)} prompts have more than {max_prompt_len} tokens; "
+            f"{flags.file} {data.prompt_data}: all {num_read} prompts have more than {max_prompt_len} tokens; "
             "raise --rollout-max-prompt-len"
         )
-    for number, sample in kept:
-        if not sample.tokens:
-            bad.add(number, "its prompt has no tokens")
-        elif len(sample.tokens) >= max_context_len:
-            bad.add(number, f"its prompt has {len(sample.tokens)} tokens; the context holds {max_context_len}")
-    bad.raise_if_any(
-        num_rows=len(rows),
-        advice=f"--rollout-max-prompt-len N with N below {max_context_len} leaves prompts that are too long out",
-    )
-    return PromptSet(path, [sample for _, sample in kept], num_too_long)
+    if num_too_long:
+        logger.warning(
+            f"{path}: {num_too_long} of {num_read} prompts have more than {max_prompt_len} tokens "
+            "(--rollout-max-prompt-len) and are left out"
+        )
+    return PromptSet(path, prompts, num_too_long)
 
 
 def _read_prompt(

@@ -1,21 +1,31 @@
-"""Rows of a JSONL or parquet file, `FILE@[a:b]`, and one error for all rows that cannot be used."""
+"""Rows of a JSONL or parquet file, `FILE@[a:b]`, one after the other, and one error for all that cannot be used.
+
+A file on the hub is named `hf://datasets/OWNER/NAME/FILE` and lands in the hub's cache.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from miles.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 NUM_SHOWN = 5
+BATCH_ROWS = 1024
+
+_HUB = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/]+)/(?P<file>.+)")
+_HUB_TIMEOUT_S = 10
 
 _SLICE_SUFFIX = re.compile(r"(?P<file>.*)@\[(?P<slice>[^\[\]]*)\]")
 _SLICE = re.compile(r"\s*(?P<start>-?\d+)?\s*:\s*(?P<stop>-?\d+)?\s*")
@@ -63,60 +73,110 @@ def split_slice(spec: str, *, flag: str) -> tuple[Path, slice]:
 
 
 def read_rows(spec: str, *, flag: str) -> tuple[Path, list[tuple[int, Row]]]:
+    """All rows of `stream_rows`, in memory."""
+    path, rows = stream_rows(spec, flag=flag)
+    return path, list(rows)
+
+
+def stream_rows(spec: str, *, flag: str) -> tuple[Path, Iterator[tuple[int, Row]]]:
     """The rows that `FILE@[a:b]` names, each with its number in the file, counted from 1.
 
-    Raises `ConfigError` for a bad slice, `DataError` for a file or a row that cannot be read, or when no row is left.
+    Raises `ConfigError` for a bad slice and `DataError` for a file that is not there; a file or a row that cannot be
+    read, or that no row is left, is a `DataError` while or after the rows are taken.
     """
     path, rows = split_slice(spec, flag=flag)
+    if str(path).startswith("hf:"):
+        path = _from_hub(spec.partition("@[")[0], flag=flag)
     if not path.is_file():
         raise DataError(f"{flag} {spec}: there is no file {path.absolute()}")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
+    formats = {".jsonl": (_count_lines, _read_jsonl), ".parquet": (_count_parquet, _read_parquet)}
+    if path.suffix not in formats:
         raise DataError(f"{flag} {spec}: expected a .jsonl or .parquet file, not {path.suffix or 'no ending'!r}")
+    return path, _stream(path, rows, spec, flag, *formats[path.suffix])
+
+
+def _stream(
+    path: Path,
+    rows: slice,
+    spec: str,
+    flag: str,
+    count: Callable[[Path], int],
+    read: Callable[[Path, int, int, str], Iterator[tuple[int, Row]]],
+) -> Iterator[tuple[int, Row]]:
     try:
-        num_rows, numbered = readers[path.suffix](path, rows, flag)
+        num_rows = count(path)
+        start, stop, _ = rows.indices(num_rows)
+        yield from read(path, start, stop, flag)
     except OSError as error:
         raise DataError(f"{flag} {spec}: cannot be read: {error}") from error
-    if not numbered:
-        reason = "the file is empty" if num_rows == 0 else f"the slice leaves none of its {num_rows} rows"
-        raise DataError(f"{flag} {spec}: {reason}; at least one row is needed")
-    return path, numbered
-
-
-def _read_jsonl(path: Path, rows: slice, flag: str) -> tuple[int, list[tuple[int, Row]]]:
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if not lines[-1].strip():
-        lines.pop()  # what follows the last line end is not a row
-    numbered: list[tuple[int, Row]] = []
-    bad = BadRows(path, flag=flag)
-    chosen = list(enumerate(lines, start=1))[rows]
-    for number, line in chosen:
-        if not line.strip():
-            bad.add(number, "is empty")
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            bad.add(number, f"is not JSON: {error}")
-            continue
-        except RecursionError:
-            bad.add(number, "is nested too deeply to be read")
-            continue
-        if not isinstance(row, dict):
-            bad.add(number, f"is a JSON {type(row).__name__}; expected an object with columns")
-            continue
-        numbered.append((number, row))
-    bad.raise_if_any(num_rows=len(chosen), advice="every line must be one JSON object")
-    return len(lines), numbered
-
-
-def _read_parquet(path: Path, rows: slice, flag: str) -> tuple[int, list[tuple[int, Row]]]:
-    try:
-        table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{flag} {path}: is not a readable parquet file: {error}") from error
-    start, stop, _ = rows.indices(table.num_rows)
-    return table.num_rows, list(enumerate(table.slice(start, max(0, stop - start)).to_pylist(), start=start + 1))
+    if start >= stop:
+        reason = "the file is empty" if num_rows == 0 else f"the slice leaves none of its {num_rows} rows"
+        raise DataError(f"{flag} {spec}: {reason}; at least one row is needed")
+
+
+def _from_hub(name: str, *, flag: str) -> Path:
+    match = _HUB.fullmatch(name)
+    advice = f"give {flag} hf://datasets/OWNER/NAME/FILE of a .jsonl or .parquet file, or a local file"
+    if match is None:
+        raise DataError(f"{flag} {name} is no file of a data set on the hub; {advice}")
+    try:
+        return Path(
+            hf_hub_download(match["repository"], match["file"], repo_type="dataset", etag_timeout=_HUB_TIMEOUT_S)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"{flag} {name}: the hub did not give it ({reason}); {advice}") from None
+
+
+def _count_lines(path: Path) -> int:
+    """What follows the last line end is a row only when there is something."""
+    num_lines, line = 0, b"\n"
+    with open(path, "rb") as file:
+        for line in file:  # noqa: B007 - the last one counts
+            num_lines += 1
+    return num_lines - (not line.endswith(b"\n") and not line.strip())
+
+
+def _read_jsonl(path: Path, start: int, stop: int, flag: str) -> Iterator[tuple[int, Row]]:
+    bad = BadRows(path, flag=flag)
+    with open(path, "rb") as file:
+        for number, line in islice(enumerate(file, start=1), start, max(start, stop)):
+            row = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            if isinstance(row, str):
+                bad.add(number, row)
+            else:
+                yield number, row
+    bad.raise_if_any(num_rows=stop - start, advice="every line must be one JSON object")
+
+
+def _parse(line: bytes) -> Row | str:
+    """The row of a line, or what is wrong with it."""
+    if not line.strip():
+        return "is empty"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return f"is not JSON: {error}"
+    except RecursionError:
+        return "is nested too deeply to be read"
+    return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}; expected an object with columns"
+
+
+def _count_parquet(path: Path) -> int:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return file.metadata.num_rows
+
+
+def _read_parquet(path: Path, start: int, stop: int, flag: str) -> Iterator[tuple[int, Row]]:
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(BATCH_ROWS):
+            begin, end = max(start - number, 0), min(stop - number, batch.num_rows)
+            if begin < end:
+                yield from enumerate(batch.slice(begin, end - begin).to_pylist(), start=number + begin + 1)
+            number += batch.num_rows
 
 
 def missing_column(key: str, columns: Iterable[str], *, flag: str) -> str:

@@ -82,7 +82,8 @@ def _load(
         check_label=check,
         flags=flags,
     )
-    for sample in loaded.prompts:
+    prompts = list(loaded.prompts)
+    for sample in prompts:
         sample.metadata |= overrides
     base = eval_sampling(config)
     sampling = dataclasses.replace(
@@ -95,7 +96,7 @@ def _load(
         stop_token_ids=_first(one.stop_token_ids, base.stop_token_ids),
     )
     num_answers = _first(one.n_samples_per_eval_prompt, config.eval.n_samples_per_eval_prompt)
-    return EvalSuite(one.name, loaded, sampling, num_answers)
+    return EvalSuite(one.name, dataclasses.replace(loaded, prompts=prompts), sampling, num_answers)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:

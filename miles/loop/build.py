@@ -7,6 +7,7 @@ then the weights, then the trainer and the engine on them.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,8 @@ from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_fol
 from miles.checkpoint.save import saving_to
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
-from miles.data.prompts import load_prompts
-from miles.data.source import PromptSource
+from miles.data.prompts import PromptFlags, load_prompts
+from miles.data.source import MixedSource, PromptSource
 from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, ConfigError
 from miles.evals.run import EvalResult, evaluate, from_function
@@ -156,7 +157,7 @@ def _assemble(
     tokenizer = load_tokenizer(model_folder, chat_template_path=config.model.chat_template_path)
     tokenizer.check_vocabulary(spec.vocab_size, model=config.model.hf_checkpoint)
     max_context_len = context_len(config, spec)
-    source: PromptSource | HookedSource
+    source: PromptSource | MixedSource | HookedSource
     if hooks.source is not None:
         source = HookedSource(hooks.source, hooks.args, encode=lambda sample: tokenizer.encode(str(sample.prompt)))
         if rewards is not None:
@@ -165,7 +166,7 @@ def _assemble(
         source = _load_source(config, tokenizer, rewards, max_context_len=max_context_len)
     check_label = rewards.check_label if rewards is not None else None
     suites = load_suites(config, tokenizer, max_context_len=max_context_len, check_label=check_label)
-    schedule = plan_schedule(config, num_prompts=len(source) if isinstance(source, PromptSource) else 0)
+    schedule = plan_schedule(config, num_prompts=0 if isinstance(source, HookedSource) else len(source))
     heartbeat.set_phase("load", detail="checkpoint")
     stack.enter_context(saving_to(folder.save))
     loaded = _load_checkpoint(folder)
@@ -193,7 +194,7 @@ def _assemble(
     has_samples = config.algorithm.loss_type == "sft_loss" or config.debug.debug_train_only
     needs_engine = suites or hooks.evaluation is not None or not has_samples
     engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
-    buffer = GroupBuffer(source)
+    buffer = GroupBuffer(source, take=hooks.take_parked)
     writers = Writers(config, buffer, suites, engine, rewards, hooks, tokenizer, max_context_len, heartbeat)
     run = Run(
         config=config,
@@ -271,26 +272,36 @@ def context_len(config: RunConfig, spec: ModelSpec) -> int:
 
 def _load_source(
     config: RunConfig, tokenizer: Tokenizer, rewards: RewardRunner | None, *, max_context_len: int
-) -> PromptSource:
+) -> PromptSource | MixedSource:
     is_sft = config.algorithm.loss_type == "sft_loss"
-    if is_sft:
-        rows = load_sft_rows(config.data, tokenizer, max_context_len=max_context_len)
-    else:
-        rows = load_prompts(
-            config.data,
-            tokenizer,
-            max_context_len=max_context_len,
-            max_prompt_len=config.rollout.rollout_max_prompt_len,
-            check_label=rewards.check_label if rewards else None,
+    more = config.data.mix_prompt_data
+    assert config.data.prompt_data is not None, "the rules of the config ask for --prompt-data"
+    files = [(config.data.prompt_data, 1.0), *zip(more[::2], map(float, more[1::2]), strict=True)]
+    sources: list[PromptSource] = []
+    for file, _ in files:
+        data = dataclasses.replace(config.data, prompt_data=file)
+        if is_sft:
+            rows = load_sft_rows(data, tokenizer, max_context_len=max_context_len)
+        else:
+            rows = load_prompts(
+                data,
+                tokenizer,
+                max_context_len=max_context_len,
+                max_prompt_len=config.rollout.rollout_max_prompt_len,
+                check_label=rewards.check_label if rewards else None,
+                flags=PromptFlags() if not sources else PromptFlags(file="--mix-prompt-data"),
+            )
+        if rewards is not None:
+            rewards.probe(rows.prompts[0])
+        source = PromptSource(
+            rows.prompts,
+            n_samples_per_prompt=1 if is_sft else config.rollout.n_samples_per_prompt,
+            seed=data.rollout_seed,
+            shuffle=data.rollout_shuffle,
+            pass_rates=data.curriculum_pass_rates[:2] or None,  # type: ignore[arg-type]
         )
-    if rewards is not None:
-        rewards.probe(rows.prompts[0])
-    return PromptSource(
-        rows.prompts,
-        n_samples_per_prompt=1 if is_sft else config.rollout.n_samples_per_prompt,
-        seed=config.data.rollout_seed,
-        shuffle=config.data.rollout_shuffle,
-    )
+        sources.append(source)
+    return sources[0] if len(sources) == 1 else MixedSource(sources, [weight for _, weight in files])
 
 
 def _load_weights(folder: Path, spec: ModelSpec, placement: Placement) -> Decoder:

@@ -16,6 +16,11 @@ class HookKind:
 
 HOOKS = (
     HookKind("data_source_path", ("args",), "class with get_samples(n), add_samples(groups), save(id) and load(id)"),
+    HookKind(
+        "buffer_filter_path",
+        ("args", "rollout_id", "buffer", "n"),
+        "takes up to n groups out of the buffer; the oldest without it",
+    ),
     HookKind("rollout_function_path", ("input",), "class or function that gives the groups of a rollout"),
     HookKind("custom_generate_function_path", ("input",), "writes one answer, or several rows for one prompt"),
     HookKind("generate_execute_tool_function_path", ("name", "params"), "runs a tool of multi_turn.generate"),

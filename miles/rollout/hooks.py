@@ -10,6 +10,7 @@ from typing import Any
 
 from miles.config.flags import FLAGS, Args
 from miles.config.sections import RunConfig
+from miles.data.buffer import take_oldest
 from miles.errors import PluginError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function
 from miles.rollout.client import EngineClient
@@ -55,6 +56,13 @@ class Hook:
         except Exception as error:  # fault boundary: the user's code can raise anything
             raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
 
+    def at_once(self, *arguments: Any) -> Any:
+        """Call a plain function where nothing can be awaited."""
+        try:
+            return self.function(*arguments)
+        except Exception as error:  # fault boundary: the user's code can raise anything
+            raise self.wrong(f"failed: {describe_error(error, function=self.function)}") from error
+
     def wrong(self, problem: str) -> PluginError:
         return PluginError(f"{self.flag} {self.path} {problem}")
 
@@ -79,6 +87,7 @@ class RolloutHooks:
         self._eval_log = self._load(
             "custom_eval_rollout_log_function_path", hooks.custom_eval_rollout_log_function_path
         )
+        self._buffer_filter = self._load("buffer_filter_path", hooks.buffer_filter_path)
         self.source = self._load("data_source_path", hooks.data_source_path)
         self.rollout = self._load("rollout_function_path", hooks.rollout_function_path)
         self.evaluation = self._load("eval_function_path", hooks.eval_function_path)
@@ -89,6 +98,21 @@ class RolloutHooks:
     @property
     def filters(self) -> bool:
         return self._filter is not None
+
+    def take_parked(self, parked: list[list[Sample]], count: int) -> list[list[Sample]]:
+        """Up to `count` groups, taken out of `parked`."""
+        hook = self._buffer_filter
+        if hook is None or not parked:
+            return take_oldest(parked, count)
+        before = {id(group) for group in parked}
+        taken: list[list[Sample]] = hook.at_once(self.args, None, parked, count)
+        after = [id(group) for group in (*taken, *parked)]
+        if len(taken) > count or len(after) != len(before) or set(after) != before:
+            raise hook.wrong(
+                f"was asked for up to {count} of {len(before)} groups, returned {len(taken)} and left {len(parked)} in "
+                "the buffer: it must delete from the buffer what it returns, and nothing else"
+            )
+        return taken
 
     async def drop_reason(self, group: list[Sample]) -> str | None:
         """Why the dynamic filter drops a scored group; None when it is kept."""

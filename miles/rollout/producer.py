@@ -21,7 +21,7 @@ from miles.rollout.client import EngineClient
 from miles.rollout.group import WrittenGroup, write_group
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
-from miles.rollout.reward_value import reward_value
+from miles.rollout.reward_value import raw_accuracy, reward_value
 from miles.rollout.rewards import RewardRunner
 from miles.types import Sample, SampleStatus, SamplingParams
 
@@ -98,6 +98,7 @@ class Producer:
         check_failures(_written(chosen + dropped), what=f"rollout {rollout_id}")
         self.counts = self._count(jobs, chosen, dropped, spare)
         self._park(spare, rollout_id)
+        self._note_pass_rates(chosen + dropped)
         if self._hooks.filters:
             self._note_drops(num_dropped=len(dropped), num_kept=len(chosen))
         self._rewards.end_batch([s for group in _written(chosen + dropped) for s in group.samples], training=True)
@@ -205,6 +206,11 @@ class Producer:
             for sample in job.group:
                 sample.metadata.setdefault(BEGUN, rollout_id)
         self._source.park(job.group for job in spare)
+
+    def _note_pass_rates(self, jobs: list[_Job]) -> None:
+        key = self._config.reward.reward_key
+        scored = [group.samples for group in _written(jobs) if group.samples]
+        self._source.note((group[0], statistics.fmean(raw_accuracy(s, key) for s in group)) for group in scored)
 
     def _note_drops(self, *, num_dropped: int, num_kept: int) -> None:
         self._source.drop_rate += DROP_RATE_STEP * (num_dropped / (num_dropped + num_kept) - self._source.drop_rate)

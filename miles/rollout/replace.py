@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.data.buffer import GroupBuffer
@@ -39,6 +39,9 @@ class HookedSource:
         for sample in (sample for group in groups for sample in group):
             sample.tokens = sample.tokens or self._encode(sample)
         return groups
+
+    def note(self, groups: Iterable[tuple[Sample, float]]) -> None:
+        """The hooks that see samples tell a source of the user what it wants to know."""
 
     def state_dict(self) -> dict[str, Any]:
         self._num_saves += 1

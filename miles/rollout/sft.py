@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from miles.config.sections import DataConfig
 from miles.data.prompts import PromptSet, read_content, read_label, read_tools
-from miles.data.rows import BadRows, Row, read_rows
+from miles.data.rows import BadRows, Row, stream_rows
+from miles.data.store import store_for
 from miles.errors import DataError
 from miles.observe.log import get_logger
 from miles.text.tokenizer import Message, Tokenizer
@@ -44,24 +45,27 @@ def load_sft_rows(data: DataConfig, tokenizer: Tokenizer, *, max_context_len: in
     `max_context_len` tokens are left out, counted and reported. Raises `DataError` like `load_prompts`.
     """
     assert data.prompt_data is not None, "the rules of the config ask for --prompt-data"
-    path, rows = read_rows(data.prompt_data, flag="--prompt-data")
-    bad = BadRows(path, flag="--prompt-data")
-    samples = []
+    path, rows = stream_rows(data.prompt_data, flag="--prompt-data")
+    bad, kept = BadRows(path, flag="--prompt-data"), store_for(path)
+    num_rows = num_too_long = 0
     for number, row in rows:
+        num_rows += 1
         try:
-            samples.append(_read_sample(row, data, tokenizer))
+            sample = _read_sample(row, data, tokenizer)
         except DataError as error:
             bad.add(number, str(error))
-    bad.raise_if_any(num_rows=len(rows))
-    kept = [sample for sample in samples if len(sample.tokens) <= max_context_len]
-    num_too_long = len(samples) - len(kept)
+            continue
+        if len(sample.tokens) <= max_context_len:
+            kept.append(sample)
+        else:
+            num_too_long += 1
+    bad.raise_if_any(num_rows=num_rows)
+    if not kept:
+        file = f"--prompt-data {data.prompt_data}"
+        raise DataError(f"{file}: all {num_rows} rows have more than {max_context_len} tokens")
     if num_too_long:
         logger.warning(
-            f"{path}: {num_too_long} of {len(samples)} rows have more than {max_context_len} tokens and are left out"
-        )
-    if not kept:
-        raise DataError(
-            f"--prompt-data {data.prompt_data}: all {len(samples)} rows have more than {max_context_len} tokens"
+            f"{path}: {num_too_long} of {num_rows} rows have more than {max_context_len} tokens and are left out"
         )
     return PromptSet(path, kept, num_too_long)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.contracts.tree import Module, functions, imports, modules, within
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
-MAX_PACKAGE_CODE_LINES = 20_000  # lines that hold code: not blank, no comment, no docstring
+MAX_PACKAGE_CODE_LINES = 24_000  # lines that hold code: not blank, no comment, no docstring
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -79,6 +79,7 @@ FAULT_BOUNDARIES = {
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
     "rollout/hooks.py::run",
+    "rollout/hooks.py::at_once",
     "rollout/generate_hub/multi_turn.py::_run",
     "rollout/rm_hub/fork_server.py::work",
     "rollout/rm_hub/sandbox/candidate.py::main",

@@ -23,7 +23,7 @@ RUNS = [
     ],
     ["rollout-function-path", "eval-function-path", "custom-convert-samples-to-train-data-path"],
     ["custom-loss-function-path", "custom-pg-loss-reducer-function-path"],
-    ["custom-tis-function-path", "generate-execute-tool-function-path"],
+    ["custom-tis-function-path", "generate-execute-tool-function-path", "buffer-filter-path"],
 ]
 
 
