@@ -10,6 +10,7 @@ from typing import Any
 from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
 from miles.config.loss_rules import loss_violations
+from miles.config.memory_section import memory_violations
 from miles.config.resolve import samples_per_rollout
 from miles.config.secrets import Secrets
 from miles.config.sections import RunConfig
@@ -299,6 +300,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _reward,
     loss_violations,
     _optimizer,
+    lambda config: memory_violations(config.memory),
     _evaluation,
     _checkpoints,
     _layout,

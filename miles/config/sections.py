@@ -22,6 +22,7 @@ from miles.config.fields import (
     flag,
 )
 from miles.config.hook_section import HookConfig
+from miles.config.memory_section import MemoryConfig
 from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
 TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
@@ -454,6 +455,7 @@ class RunConfig:
     checks: CheckConfig = field(default_factory=CheckConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run_dir: RunDirConfig = field(default_factory=RunDirConfig)

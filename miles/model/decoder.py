@@ -8,11 +8,13 @@ Shapes: T packed tokens, D hidden, V vocabulary, S positions, H head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from miles.model.attention import Attention
 from miles.model.context import ForwardContext
@@ -79,6 +81,8 @@ class Decoder(nn.Module):
         frequencies = rope_frequencies(spec.head_dim, spec.rope_theta).to(device)
         if spec.rope_scaling is not None:
             frequencies = llama3_frequencies(frequencies, **asdict(spec.rope_scaling))
+        # How many of the first layers a training pass of so many tokens computes again in its backward pass.
+        self.num_recomputed: Callable[[int], int] = no_layers
         # Not part of the state: it follows from the spec, and stays float32 whatever the dtype of the weights.
         table_SH = rope_table(frequencies, spec.max_position_embeddings)
         self.register_buffer("rope_table_SH", table_SH, persistent=False)
@@ -92,7 +96,19 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, T x D. Positions must be below `max_position_embeddings`."""
         cos_T1H, sin_T1H = rope_at(self.rope_table_SH, context.positions_T)
         x_TD, added_TD = self.embedding(input_ids_T), None
-        for layer in self.layers:
+        num_recomputed = self.num_recomputed(len(input_ids_T)) if torch.is_grad_enabled() else 0
+        for layer in self.layers[:num_recomputed]:
+            x_TD, added_TD = checkpoint(
+                *(layer, x_TD, added_TD, cos_T1H, sin_T1H, context),
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in a layer is drawn
+                determinism_check="none",
+            )
+        for layer in self.layers[num_recomputed:]:
             x_TD, added_TD = layer(x_TD, added_TD, cos_T1H, sin_T1H, context)
         normed_TD, _ = self.norm.after_adding(x_TD, added_TD)
         return normed_TD
+
+
+def no_layers(num_tokens: int) -> int:
+    return 0

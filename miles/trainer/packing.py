@@ -17,17 +17,6 @@ def canonical_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
     return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
 
 
-def default_max_tokens(spec: ModelSpec, *, bytes_per_number: int, memory_bytes: int) -> int:
-    """Token budget of a micro-batch whose activations take about `memory_bytes`, between 512 and 32,768 tokens.
-
-    A decoder layer keeps about 10 vectors of the hidden size, 4 of the feed-forward and 3 of the fused projection for
-    the backward pass of one token.
-    """
-    numbers_per_layer = 10 * spec.hidden_size + 4 * spec.intermediate_size + 3 * spec.qkv_size
-    fitting = memory_bytes // (spec.num_layers * numbers_per_layer * bytes_per_number)
-    return min(max(fitting, 512), 32768)
-
-
 def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
     """Tokens whose float32 logits take about `memory_bytes`, between 256 and 4,096."""
     return min(max(memory_bytes // (4 * spec.vocab_size) // 256 * 256, 256), 4096)

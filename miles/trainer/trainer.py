@@ -28,10 +28,11 @@ from miles.trainer.critic import Critic
 from miles.trainer.forward import Scorer
 from miles.trainer.hooks import load_hooks
 from miles.trainer.judge import Judge, Judged
+from miles.trainer.limits import find_limits
 from miles.trainer.losses import TokenInputs
 from miles.trainer.metrics import gap_metrics, group_metrics, loss_metrics, sample_metrics, token_metrics
 from miles.trainer.optim import MOMENTS, Optimizer
-from miles.trainer.packing import canonical_order, default_chunk_size, default_max_tokens
+from miles.trainer.packing import canonical_order
 from miles.trainer.ratios import answer_sums
 from miles.trainer.reduce import make_weights
 from miles.trainer.rewards import sample_advantages
@@ -40,10 +41,6 @@ from miles.trainer.step import Learner, StepWork
 from miles.types import TrainResult, TrainSample
 
 logger = get_logger(__name__)
-
-CPU_ACTIVATION_BYTES = 2**30
-CPU_CHUNK_SIZE = 1024
-GPU_ACTIVATION_SHARE, GPU_LOGITS_SHARE = 0.3, 0.02  # of the device's memory
 
 
 class LocalTrainer:
@@ -75,10 +72,14 @@ class LocalTrainer:
         self.optimizer = Optimizer(model, config.optim, total_steps=total_steps)
         self.critic = None if critic is None else Critic(critic, config, total_steps=total_steps)
         self.num_steps = 0  # optimizer steps so far, those without a trained token included
-        self.max_tokens = config.batch.max_tokens_per_gpu or self._default_max_tokens()
+        limits = find_limits(model, config)
+        self.max_tokens = limits.max_tokens
+        for trained in (model, critic):
+            if trained is not None:
+                limits.apply_to(trained)
         # Supervised targets were not drawn at any temperature.
         temperature = config.rollout.rollout_temperature if self.is_policy else 1.0
-        self._scorer = Scorer(temperature, config.batch.log_probs_chunk_size or self._default_chunk_size())
+        self._scorer = Scorer(temperature, limits.chunk_size)
         self._hooks = load_hooks(config)
         max_gap = config.checks.max_logprob_gap if self.is_policy else 0.0
         self._learner = Learner(model, self.optimizer, self._scorer, self._hooks.loss, algorithm, max_gap)
@@ -160,21 +161,6 @@ class LocalTrainer:
         torch.set_rng_state(_decode(state["rng"]))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(_decode(state["rng_cuda"]), self.device)
-
-    def _default_max_tokens(self) -> int:
-        memory_bytes = CPU_ACTIVATION_BYTES
-        if self.device.type == "cuda":
-            memory_bytes = self._share_of_gpu(GPU_ACTIVATION_SHARE)
-        itemsize = self.model.head_weight.dtype.itemsize
-        return default_max_tokens(self.model.spec, bytes_per_number=itemsize, memory_bytes=memory_bytes)
-
-    def _default_chunk_size(self) -> int:
-        if self.device.type != "cuda":
-            return CPU_CHUNK_SIZE
-        return default_chunk_size(self.model.spec, memory_bytes=self._share_of_gpu(GPU_LOGITS_SHARE))
-
-    def _share_of_gpu(self, share: float) -> int:
-        return int(share * torch.cuda.get_device_properties(self.device).total_memory)
 
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
         spec = self.model.spec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.trainer.packing import canonical_order, default_chunk_size, default_max_tokens, pack
+from miles.trainer.packing import canonical_order, default_chunk_size, pack
 
 
 @given(
@@ -41,17 +41,6 @@ def test_canonical_order_is_by_group_then_sample(make_samples) -> None:
     samples = make_samples(num_groups=3, group_size=4)
     shuffled = random.Random(1).sample(samples, len(samples))
     assert canonical_order(shuffled) == samples
-
-
-def test_default_budget_falls_with_the_size_of_the_model_and_stays_in_its_limits(make_model) -> None:
-    def budget(num_layers: int) -> int:
-        spec = dataclasses.replace(make_model().spec, num_layers=num_layers, hidden_size=1000, intermediate_size=2500)
-        return default_max_tokens(spec, bytes_per_number=4, memory_bytes=2**30)
-
-    per_layer = 4 * (10 * 1000 + 4 * 2500 + 3 * 64)
-    assert budget(4) == 2**30 // (4 * per_layer)
-    assert (budget(1), budget(40)) == (13294, 512)
-    assert default_max_tokens(make_model().spec, bytes_per_number=4, memory_bytes=2**40) == 32768
 
 
 def test_default_chunk_holds_the_logits_that_fit(make_model) -> None:

@@ -1,0 +1,49 @@
+"""The flags that trade time for memory of the trainer, and what contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miles.config.fields import NOT_NEGATIVE, flag
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Memory of the trainer (what each flag costs: docs/trainer.md)"""
+
+    recompute_granularity: str | None = flag(
+        None,
+        "full: layers are computed again in the backward pass; selective: none (attention scores are never kept); "
+        "default: as few layers as memory asks for",
+        choices=("full", "selective"),
+        resume=True,
+    )
+    recompute_method: str | None = flag(
+        None,
+        "uniform: all layers; block: the first --recompute-num-layers",
+        choices=("uniform", "block"),
+        resume=True,
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        "layers that are computed again; default: by --recompute-granularity",
+        unit="layers",
+        bounds=NOT_NEGATIVE,
+        resume=True,
+    )
+
+
+def memory_violations(memory: MemoryConfig) -> Iterator[str]:
+    num_layers, method = memory.recompute_num_layers, memory.recompute_method
+    if memory.recompute_granularity == "selective" and (num_layers or method):
+        yield "--recompute-num-layers and --recompute-method need --recompute-granularity full"
+    if method == "block" and num_layers is None:
+        yield "--recompute-method block needs --recompute-num-layers"
+    if method == "uniform" and memory.recompute_granularity is None:
+        yield "--recompute-method uniform needs --recompute-granularity full"
+    if method == "uniform" and (num_layers or 1) != 1:
+        yield (
+            f"--recompute-method uniform --recompute-num-layers {num_layers}: layers are computed again one at a time "
+            "here; leave the number out, or use --recompute-method block for the first layers only"
+        )

@@ -1,0 +1,45 @@
+"""What the flags about recompute say together."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles.config.memory_section import MemoryConfig, memory_violations
+from miles.trainer.limits import recomputed_layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, None),
+        ({"recompute_granularity": "full"}, 6),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 6),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, 2),
+        ({"recompute_num_layers": 9}, 6),
+        ({"recompute_num_layers": 0}, 0),
+        ({"recompute_granularity": "selective"}, 0),
+    ],
+    ids=str,
+)
+def test_layers_that_are_computed_again(flags, expected) -> None:
+    memory = MemoryConfig(**flags)
+    assert list(memory_violations(memory)) == []
+    assert recomputed_layers(memory, 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"recompute_granularity": "selective", "recompute_num_layers": 2}, "need --recompute-granularity full"),
+        ({"recompute_method": "block"}, "needs --recompute-num-layers"),
+        ({"recompute_method": "uniform"}, "needs --recompute-granularity full"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
+            "one at a time",
+        ),
+    ],
+    ids=str,
+)
+def test_wishes_that_contradict_each_other(flags, named) -> None:
+    (violation,) = memory_violations(MemoryConfig(**flags))
+    assert named in violation
