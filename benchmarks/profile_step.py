@@ -8,11 +8,16 @@ Writes a table of each and one JSON line: milliseconds of a step by the clock, o
 from __future__ import annotations
 
 import argparse
+import re
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import record
@@ -25,6 +30,13 @@ from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, SamplingParams, TrainSample
 
 NUM_STEPS = 20
+PARTS = {  # by what the names of kernels say; the first that fits
+    "attention": "attend|attention|_merge_kernel|flash",
+    "drawing": "_race|_finish|sampl",
+    "matrix products": "nvjet|gemm|gemv|cutlass|cublas|splitk",
+    "norms, rope, cache writes, activation": "norm|rope|silu|store",
+    "copies": "memcpy|memset|copy",
+}
 
 
 def table_of(profiler: Any, *, rows: int = 25) -> str:
@@ -32,7 +44,86 @@ def table_of(profiler: Any, *, rows: int = 25) -> str:
 
 
 def device_ms(profiler: Any) -> float:
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3
+    return sum(seconds for _, seconds in kernel_seconds(profiler)) * 1e3
+
+
+def kernel_seconds(profiler: Any) -> list[tuple[str, float]]:
+    """What ran on the device; the operators that launched it, which have its time too, are left out."""
+    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    return [(event.key, event.self_device_time_total / 1e6) for event in events]
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel belongs to, by its name; the name itself when no part is known."""
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.IGNORECASE)), kernel[:60])
+
+
+@contextmanager
+def timed_waits(times: dict[str, float]) -> Iterator[None]:
+    """Add the seconds that the engine's host waits for the device to `times["waited"]`."""
+    wait = sampler.OnTheWay.wait
+
+    def timed_wait(self: sampler.OnTheWay) -> sampler.Drawn:
+        start = time.perf_counter()
+        drawn = wait(self)
+        times["waited"] = times.get("waited", 0.0) + time.perf_counter() - start
+        return drawn
+
+    sampler.OnTheWay.wait = timed_wait
+    try:
+        yield
+    finally:
+        sampler.OnTheWay.wait = wait
+
+
+def rollout_parts(
+    model: Any, runs: list[list[GenerationRequest]], *, every: int = 64, window: int = 4
+) -> dict[str, Any]:
+    """Seconds of the device per part of a whole rollout, and of the host's work, which happens meanwhile.
+
+    The first run captures the graphs. Of the second the first 16 steps are profiled, then `window` steps of `every`,
+    which stand for all of them.
+    """
+    core = EngineCore(model, tokenizer=None, config=EngineConfig(), device=torch.device("cuda"))
+    core.add(runs[0])
+    while core.has_work:
+        core.step()
+    core.add(runs[1])
+    seconds: dict[str, float] = defaultdict(float)
+    num_steps, num_timed, timed, waits = 0, 0, 0.0, {"waited": 0.0}
+    with timed_waits(waits):
+        while core.has_work:
+            size, weight = (16, 1.0) if num_steps == 0 else (window, every / window)
+            if num_steps == 0 or num_steps % every == 0:
+                with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                    num_steps += steps(core, size)
+                    torch.cuda.synchronize()
+                for kernel, spent in kernel_seconds(profiler):
+                    seconds[part_of(kernel)] += spent * weight
+            else:
+                before, start = waits["waited"], time.perf_counter()
+                done = steps(core, every - num_steps % every)
+                timed += time.perf_counter() - start - (waits["waited"] - before)
+                num_timed += done
+                num_steps += done
+    small = {part: spent for part, spent in seconds.items() if part not in PARTS}
+    known = {part: seconds[part] for part in PARTS if part in seconds}
+    return {
+        **known,
+        "other": sum(small.values()),
+        "largest_others": dict(sorted(small.items(), key=lambda item: -item[1])[:4]),
+        "host_work": timed / max(num_timed, 1) * num_steps,
+        "engine_steps": num_steps,
+    }
+
+
+def steps(core: EngineCore, most: int) -> int:
+    """Up to so many engine steps; how many there were."""
+    done = 0
+    while done < most and core.has_work:
+        core.step()
+        done += 1
+    return done
 
 
 def profile_decode(model: Any, rows: int, context: int) -> tuple[dict[str, float], str]:
@@ -41,33 +132,21 @@ def profile_decode(model: Any, rows: int, context: int) -> tuple[dict[str, float
     ids = torch.randint(1000, 100_000, (rows, context)).tolist()
     sampling = SamplingParams(max_new_tokens=350, ignore_eos=True)
     core.add(GenerationRequest(i, prompt, sampling, i) for i, prompt in enumerate(ids))
-    waited = 0.0
-    wait = sampler.OnTheWay.wait
-
-    def timed_wait(self: sampler.OnTheWay) -> sampler.Drawn:
-        nonlocal waited
-        start = time.perf_counter()
-        drawn = wait(self)
-        waited += time.perf_counter() - start
-        return drawn
-
     while core.table.waits.any() or core.scheduler.waiting or (core.table.length[:rows] < context + 20).any():
         core.step()
     torch.cuda.synchronize()
-    sampler.OnTheWay.wait = timed_wait
-    start = time.perf_counter()
-    for _ in range(100):
-        core.step()
-    torch.cuda.synchronize()
-    clock_s = time.perf_counter() - start
-    sampler.OnTheWay.wait = wait
+    waits = {"waited": 0.0}
+    with timed_waits(waits):
+        start = time.perf_counter()
+        steps(core, 100)
+        torch.cuda.synchronize()
+        clock_s = time.perf_counter() - start
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        for _ in range(NUM_STEPS):
-            core.step()
+        steps(core, NUM_STEPS)
         torch.cuda.synchronize()
     times = {
         "clock_ms": clock_s * 10,
-        "host_ms": (clock_s - waited) * 10,
+        "host_ms": (clock_s - waits["waited"]) * 10,
         "device_ms": device_ms(profiler) / NUM_STEPS,
     }
     return times, table_of(profiler)

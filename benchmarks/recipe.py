@@ -6,8 +6,10 @@ the same batch. Prompts are random ids, new for each repetition, so that no pref
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -61,18 +63,75 @@ def random_model(shape: str, *, dtype: torch.dtype, device: str, seed: int = 0) 
     return model
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Groups of requests that share a prompt. Answers have the lengths given here, whatever is drawn."""
+
+    name: str
+    prompt_lengths: list[int]  # of each group
+    answer_lengths: list[list[int]]  # of each answer of each group
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(map(sum, self.answer_lengths))
+
+    def prompts(self, repetition: int) -> list[list[int]]:
+        """A prompt of random ids for each group."""
+        rng = random.Random(1000 + repetition)
+        return [[rng.randrange(1000, 150000) for _ in range(length)] for length in self.prompt_lengths]
+
+    def requests(self, repetition: int) -> list[GenerationRequest]:
+        """The requests of one rollout, group by group."""
+        groups = zip(self.prompts(repetition), self.answer_lengths, strict=True)
+        pairs = [(prompt, length) for prompt, lengths in groups for length in lengths]
+        return [
+            GenerationRequest(
+                index, prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), repetition * 10**6 + index
+            )
+            for index, (prompt, length) in enumerate(pairs)
+        ]
+
+    def sequence_lengths(self) -> list[int]:
+        """Prompt and answer of each request."""
+        groups = zip(self.prompt_lengths, self.answer_lengths, strict=True)
+        return [prompt + answer for prompt, answers in groups for answer in answers]
+
+    def decode_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes that writing all answers at once must read at least: the weights once per token of the longest answer,
+        keys and values once per token. A group's prompt counts once per answer, or once for the whole group."""
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        weight_bytes = spec.num_parameters * dtype.itemsize * max(map(max, self.answer_lengths))
+        own = sum(length * (length + 1) // 2 for lengths in self.answer_lengths for length in lengths)
+        groups = list(zip(self.prompt_lengths, self.answer_lengths, strict=True))
+        per_answer = sum(prompt * sum(answers) for prompt, answers in groups)
+        per_group = sum(prompt * max(answers) for prompt, answers in groups)
+        return {
+            "prompts_per_answer": weight_bytes + token_bytes * (own + per_answer),
+            "prompts_per_group": weight_bytes + token_bytes * (own + per_group),
+        }
+
+
+def recipe(*, answers_per_prompt: int = 8, num_prompts: int = 32, share: float = 1.0) -> Workload:
+    """`share` below 1 shortens every answer; with fewer prompts than 32 it is for trying a script out."""
+    lengths = [max(1, round(length * share)) for length in LENGTHS["answer_lengths"]]
+    prompts = LENGTHS["prompt_lengths"][:num_prompts]
+    endless = itertools.cycle(lengths)
+    answers = [list(itertools.islice(endless, answers_per_prompt)) for _ in prompts]
+    suffix = "" if answers_per_prompt == ANSWERS_PER_PROMPT else f"-x{answers_per_prompt}"
+    return Workload(f"recipe{suffix}", prompts, answers)
+
+
+def mini_sglang(*, num_prompts: int = 256, share: float = 1.0) -> Workload:
+    """Requests that share nothing, 100 to 1,024 tokens in and out, as in mini-sglang's offline benchmark."""
+    rng = random.Random(0)
+    prompts = [rng.randint(100, 1024) for _ in range(num_prompts)]
+    answers = [[max(1, round(rng.randint(100, 1024) * share))] for _ in prompts]
+    return Workload("mini-sglang", prompts, answers)
+
+
 def requests(repetition: int, *, share: float = 1.0) -> list[GenerationRequest]:
-    """The requests of one rollout; `share` below 1 shortens every answer, for trying the script out."""
-    rng = random.Random(1000 + repetition)
-    made: list[GenerationRequest] = []
-    for place, prompt_length in enumerate(LENGTHS["prompt_lengths"]):
-        prompt = [rng.randrange(1000, 150000) for _ in range(prompt_length)]
-        for member in range(ANSWERS_PER_PROMPT):
-            index = place * ANSWERS_PER_PROMPT + member
-            length = max(1, round(LENGTHS["answer_lengths"][index] * share))
-            sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
-            made.append(GenerationRequest(index, prompt, sampling, noise_key=repetition * 10**6 + index))
-    return made
+    """The requests of one rollout of the recipe."""
+    return recipe(share=share).requests(repetition)
 
 
 def to_train_samples(sent: list[GenerationRequest], results: dict[int, GenerationResult]) -> list[TrainSample]:
