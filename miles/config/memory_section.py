@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ class MemoryConfig:
     )
 
 
-def memory_violations(memory: MemoryConfig) -> Iterator[str]:
+def memory_violations(memory: MemoryConfig, *, adam_state: str) -> Iterator[str]:
+    if adam_state == "8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "--adam-state 8bit needs the package bitsandbytes: pip install 'miles[adam8bit]'"
     num_layers, method = memory.recompute_num_layers, memory.recompute_method
     if memory.recompute_granularity == "selective" and (num_layers or method):
         yield "--recompute-num-layers and --recompute-method need --recompute-granularity full"

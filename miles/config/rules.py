@@ -300,7 +300,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _reward,
     loss_violations,
     _optimizer,
-    lambda config: memory_violations(config.memory),
+    lambda config: memory_violations(config.memory, adam_state=config.optim.adam_state),
     _evaluation,
     _checkpoints,
     _layout,

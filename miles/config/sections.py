@@ -324,6 +324,14 @@ class OptimConfig:
     adam_beta1: float = flag(0.9, "decay of the first moment", bounds=FRACTION_BELOW_ONE)
     adam_beta2: float = flag(0.95, "decay of the second moment", bounds=FRACTION_BELOW_ONE)
     adam_eps: float = flag(1e-8, "added to the root of the second moment", bounds=ABOVE_ZERO)
+    adam_state: str = flag(
+        "float32",
+        "how the two moments of the matrices are kept; 8bit needs bitsandbytes (docs/trainer.md)",
+        choices=("float32", "bfloat16", "8bit"),
+    )
+    optimizer_cpu_offload: bool = flag(
+        False, "keep the moments in the memory of the machine; they pass through the GPU in every update", resume=True
+    )
     clip_grad: float = flag(1.0, "largest L2 norm of the gradient; 0 switches clipping off", bounds=NOT_NEGATIVE)
     seed: int = flag(1234, "seed of the trainer", bounds=SEED)
 

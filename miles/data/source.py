@@ -87,9 +87,9 @@ class PromptSource:
     def _epoch_order(self) -> np.ndarray:
         order = np.arange(len(self._prompts))
         if self._shuffle:
-            order = np.random.Generator(
-                np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch)))
-            ).permutation(len(self._prompts))
+            order = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch)))).permutation(
+                len(self._prompts)
+            )
         return order[~np.isin(order, list(self._left_out))] if self._left_out else order
 
     def _given_rates(self) -> dict[int, float]:

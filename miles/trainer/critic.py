@@ -17,7 +17,7 @@ from miles.errors import TrainError
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
 from miles.trainer.batch import MicroBatch, in_flat_order
-from miles.trainer.optim import MOMENTS, Optimizer
+from miles.trainer.optim import Optimizer
 from miles.trainer.reduce import weighted_sum
 
 HEAD = "value_head.weight"
@@ -93,11 +93,7 @@ class Critic:
     def live_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Masters and moments by file stem, the decoder's under Hugging Face names."""
         masters = {name: master.detach() for name, master in self.optimizer.masters.items()}
-        moments = {
-            f"{moment}.{name}": tensor
-            for moment in MOMENTS
-            for name, tensor in self._named(self.optimizer.moments(moment)).items()
-        }
+        moments = self.optimizer.moments(self._named)
         return {"critic": self._named(masters), "critic_optimizer": moments}
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

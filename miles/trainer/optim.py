@@ -8,13 +8,15 @@ here ever replaces the storage of a parameter or of a gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from miles.config.sections import OptimConfig
+from miles.trainer.moments import MOMENTS, SCALES, Moments
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def learning_rate(config: OptimConfig, step: int, *, total_steps: int) -> float:
@@ -52,18 +54,7 @@ class Optimizer:
             self.parameters[name].grad_dtype = master.dtype
             # Allocated once: backward passes add into it, so its address never changes.
             self.parameters[name].grad = master.grad = torch.zeros_like(master, requires_grad=False)
-        matrices = [master for master in self.masters.values() if master.ndim >= 2]
-        others = [master for master in self.masters.values() if master.ndim < 2]
-        self._adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
-        for master in self.masters.values():
-            moments = {moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS}
-            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+        self._moments = Moments(self.masters, config)
 
     @property
     def learning_rate(self) -> float:
@@ -71,7 +62,7 @@ class Optimizer:
         return learning_rate(self.config, self.num_updates, total_steps=self.total_steps)
 
     def zero_grad(self) -> None:
-        self._adamw.zero_grad(set_to_none=False)
+        torch._foreach_zero_([master.grad for master in self.masters.values()])
 
     def grad_norm(self) -> float:
         """L2 norm of the whole gradient; nan or inf when a part of it is."""
@@ -84,20 +75,25 @@ class Optimizer:
 
     def step(self) -> None:
         """One AdamW update at the scheduled learning rate; 16-bit parameters are derived from their masters."""
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
-        self._adamw.step()
+        self._moments.update(step=self.num_updates + 1, learning_rate=self.learning_rate)
         self.num_updates += 1
         self._derive_parameters()
 
-    def moments(self, moment: str) -> dict[str, Tensor]:
-        """The live `exp_avg` or `exp_avg_sq`, by parameter name."""
-        return {name: self._adamw.state[master][moment] for name, master in self.masters.items()}
+    def moments(self, rename: Rename) -> dict[str, Tensor]:
+        """The live moments under the names of a checkpoint: `exp_avg.NAME`, renamed (a part of a fused matrix has a
+        name of its own); scales of 8-bit blocks, which have no such parts, under the names of the parameters."""
+        self._moments.settle()
+        states = self._moments.states
+        named = {
+            f"{moment}.{name}": tensor
+            for moment in MOMENTS
+            for name, tensor in rename({name: state[moment] for name, state in states.items()}).items()
+        }
+        scales = {f"{s}.{name}": state[s] for name, state in states.items() for s in SCALES if s in state}
+        return named | scales
 
     def resume(self, num_updates: int) -> None:
         """Continue after this many updates, once a saved state was copied into the masters and moments."""
-        for master in self.masters.values():
-            self._adamw.state[master]["step"].fill_(num_updates)
         self.num_updates = num_updates
         self._derive_parameters()
 

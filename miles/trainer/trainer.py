@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from miles.trainer.judge import Judge, Judged
 from miles.trainer.limits import find_limits
 from miles.trainer.losses import TokenInputs
 from miles.trainer.metrics import gap_metrics, group_metrics, loss_metrics, sample_metrics, token_metrics
-from miles.trainer.optim import MOMENTS, Optimizer
+from miles.trainer.optim import Optimizer
 from miles.trainer.packing import canonical_order
 from miles.trainer.ratios import answer_sums
 from miles.trainer.reduce import make_weights
@@ -165,11 +166,7 @@ class LocalTrainer:
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
         spec = self.model.spec
         masters = {name: master.detach() for name, master in self.optimizer.masters.items()}
-        moments = {
-            f"{moment}.{name}": tensor
-            for moment in MOMENTS
-            for name, tensor in to_hf(spec, self.optimizer.moments(moment)).items()
-        }
+        moments = self.optimizer.moments(partial(to_hf, spec))
         critic = {} if self.critic is None else self.critic.live_tensors()
         return {"model": to_hf(spec, masters), "optimizer": moments, **critic}
 
@@ -358,6 +355,12 @@ def _matching(stem: str, targets: dict[str, Tensor], sources: dict[str, Tensor])
         if name not in sources:
             raise CheckpointError(
                 f"{stem}: tensor {name!r} is missing; the checkpoint is incomplete or of another model"
+            )
+        if (sources[name].dtype == torch.uint8) != (target.dtype == torch.uint8):
+            raise CheckpointError(
+                f"{stem}: {name!r} is {sources[name].dtype} in the checkpoint and {target.dtype} here: Adam states of "
+                "8 bit cannot be converted. Give the --adam-state it was saved with, or start afresh from its weights "
+                "with --init-from"
             )
         if sources[name].shape != target.shape:
             raise CheckpointError(

@@ -23,7 +23,7 @@ from miles.trainer.limits import recomputed_layers
 )
 def test_layers_that_are_computed_again(flags, expected) -> None:
     memory = MemoryConfig(**flags)
-    assert list(memory_violations(memory)) == []
+    assert list(memory_violations(memory, adam_state="float32")) == []
     assert recomputed_layers(memory, 6) == expected
 
 
@@ -41,5 +41,11 @@ def test_layers_that_are_computed_again(flags, expected) -> None:
     ids=str,
 )
 def test_wishes_that_contradict_each_other(flags, named) -> None:
-    (violation,) = memory_violations(MemoryConfig(**flags))
+    (violation,) = memory_violations(MemoryConfig(**flags), adam_state="float32")
     assert named in violation
+
+
+def test_8_bit_states_need_their_library(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (violation,) = memory_violations(MemoryConfig(), adam_state="8bit")
+    assert "bitsandbytes" in violation and "--adam-state 8bit" in violation

@@ -88,8 +88,7 @@ def test_bfloat16_has_float32_masters_moments_and_gradient_sums() -> None:
             toy.matrix,
             toy.matrix.grad,
             optimizer.masters["matrix"],
-            optimizer.moments("exp_avg")["matrix"],
-            optimizer.moments("exp_avg_sq")["matrix"],
+            *(optimizer.moments(dict)[f"{moment}.matrix"] for moment in ("exp_avg", "exp_avg_sq")),
         )
     )
     assert bytes_per_parameter == 18

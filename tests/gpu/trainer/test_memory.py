@@ -1,0 +1,98 @@
+"""Options that save memory of a GPU: the same numbers, and the bytes that the formulas promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from miles.config.sections import OptimConfig
+from miles.model.activations import layer_numbers
+from miles.model.context import packed_context
+from miles.trainer.moments import PIECE
+from miles.trainer.optim import Optimizer
+from tests.unit.engine.tiny import make_model
+
+pytestmark = pytest.mark.gpu
+
+
+class Matrices(nn.Module):
+    """Three pieces in two parameters, one of them odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator("cuda").manual_seed(0)
+        sizes = {"large": (2 * PIECE // 1024 + 3, 1024), "odd": (33, 257), "vector": (100,)}
+        for name, size in sizes.items():
+            values = torch.randn(size, generator=generator, device="cuda").bfloat16()
+            self.register_parameter(name, nn.Parameter(values))
+
+
+def trained(**flags) -> tuple[Optimizer, int]:
+    """After three updates; the memory that the third took besides what lies there."""
+    model = Matrices()
+    if flags.get("adam_state") == "8bit":
+        pytest.importorskip("bitsandbytes")
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.1, **flags), total_steps=3)
+    generator = torch.Generator("cuda").manual_seed(1)
+    torch.manual_seed(0)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad.normal_(generator=generator)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+    return optimizer, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "8bit"])
+def test_moments_on_the_host_give_the_same_bits(state: str) -> None:
+    here, _ = trained(adam_state=state)
+    there, extra = trained(adam_state=state, optimizer_cpu_offload=True)
+    assert extra < 6 * 8 * PIECE  # what is on its way, not all of it at one time
+    for name, master in here.masters.items():
+        if state == "bfloat16":  # batches are other ones, and so are the random draws
+            torch.testing.assert_close(there.masters[name], master, rtol=0, atol=1e-3)
+        else:
+            assert torch.equal(there.masters[name], master), name
+    ours, theirs = here.moments(dict), there.moments(dict)
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in theirs.values())
+    if state != "bfloat16":
+        assert all(torch.equal(ours[name].cpu(), theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("state", "expected"), [("float32", 18), ("bfloat16", 14), ("8bit", 12.04)])
+def test_bytes_of_a_parameter(state: str, expected: float) -> None:
+    before = torch.cuda.memory_allocated()
+    optimizer, _ = trained(adam_state=state)
+    count = sum(master.numel() for master in optimizer.masters.values())
+    assert (torch.cuda.memory_allocated() - before) / count == pytest.approx(expected, abs=0.06)
+
+
+def test_activations_take_what_the_formula_says() -> None:
+    """Within 3 percent of what lies between the forward and the backward pass, for every number of layers."""
+    model = make_model(
+        vocab_size=500, hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=4, head_dim=64,
+        num_layers=6, max_position_embeddings=4096,
+    ).bfloat16().cuda()  # fmt: skip
+    lengths = [4000, 1000, 2500]
+    ids_T, context = torch.arange(sum(lengths), device="cuda") % 500, packed_context(lengths, device="cuda")
+    spec, gradients = model.spec, {}
+    for num_recomputed in (0, 0, 2, 6):  # the first compiles
+        model.num_recomputed = lambda num_tokens, n=num_recomputed: n
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        hidden_TD = model(ids_T, context)
+        kept = torch.cuda.memory_allocated() - before
+        hidden_TD.float().square().sum().backward()
+        gradients[num_recomputed] = [parameter.grad.clone() for parameter in model.parameters()]
+        del hidden_TD
+        numbers = (6 - num_recomputed) * layer_numbers(spec) + num_recomputed * 2 * spec.hidden_size
+        # Beside the layers: the last sum and its norm, and the tables of the rotary embedding (float32, cos and sin).
+        rest = 2 * 2 * spec.hidden_size + 2 * 4 * spec.head_dim
+        assert kept == pytest.approx(sum(lengths) * (2 * numbers + rest), rel=0.03)
+    for ours, theirs in zip(gradients[6], gradients[0], strict=True):
+        assert torch.equal(ours, theirs)
