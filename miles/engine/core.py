@@ -31,11 +31,9 @@ from miles.engine.scheduler import Scheduler
 from miles.errors import EngineError
 from miles.model.decoder import Decoder
 from miles.ops.kernels import HEAD_SIZES
+from miles.plan.memory import DEFAULT_PREFILL_TOKENS, DEFAULT_ROWS
 from miles.text.tokenizer import Tokenizer
 from miles.types import FinishReason, GenerationRequest, GenerationResult
-
-_DEFAULT_ROWS = {"cpu": 256, "cuda": 512}
-_DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class EngineCore:
     ) -> None:
         spec, dtype, page_size = model.spec, model.head_weight.dtype, config.engine_page_size
         check_page_size(page_size, device=device)
-        num_rows = config.engine_max_running_requests or _DEFAULT_ROWS[device.type]
+        num_rows = config.engine_max_running_requests or DEFAULT_ROWS[device.type]
         self.num_cache_tokens = cache_tokens(spec, config, num_rows=num_rows, dtype=dtype, device=device)
         num_blocks = self.num_cache_tokens // page_size + 1
         has_kernels = device.type == "cuda" and spec.head_dim in HEAD_SIZES
@@ -70,7 +68,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             table=self.table,
             pool=BlockPool(num_blocks=num_blocks, index=PrefixIndex(num_blocks=num_blocks, page_size=page_size)),
-            prefill_tokens=config.engine_chunked_prefill_size or _DEFAULT_PREFILL_TOKENS[device.type],
+            prefill_tokens=config.engine_chunked_prefill_size or DEFAULT_PREFILL_TOKENS[device.type],
             share_prompts=not config.engine_disable_radix_cache,
             longest_first=has_kernels,
         )

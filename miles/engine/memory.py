@@ -17,13 +17,10 @@ from miles.config.sections import EngineConfig
 from miles.errors import EngineError
 from miles.model.spec import ModelSpec
 from miles.observe.log import get_logger
+from miles.plan.memory import token_bytes, wanted_cache_tokens
 
 logger = get_logger(__name__)
 
-# Of the memory that is free on a CPU; the trainer, the page cache and other programs need the rest.
-_CPU_SHARE = 0.2
-# Of a GPU's memory: left free for what a trainer on it keeps of a micro-batch, and for CUDA graphs.
-_GPU_RESERVE = 0.35
 _CGROUP_LIMIT, _CGROUP_USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
@@ -53,27 +50,25 @@ class KvCache:
         self._data[:, :, list(blocks)] = 0
 
 
-def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token, all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-
-
 def cache_tokens(
     spec: ModelSpec, config: EngineConfig, *, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Tokens the cache holds, a whole number of blocks: `--engine-max-total-tokens`, else the share of the GPU that
     `--engine-mem-fraction-static` gives, else what memory allows and `num_rows` answers can use. Raises `EngineError`
     when that is too little to work with, or more than there is."""
-    page_size, per_token, free_bytes = config.engine_page_size, token_bytes(spec, dtype), available_bytes(device)
+    page_size, per_token = config.engine_page_size, token_bytes(spec, dtype.itemsize)
+    free_bytes, on_gpu = available_bytes(device), device.type == "cuda"
+    wanted = wanted_cache_tokens(
+        spec,
+        config,
+        num_rows=num_rows,
+        itemsize=dtype.itemsize,
+        free_bytes=free_bytes,
+        gpu_bytes=total_bytes(device) if on_gpu else None,
+    )
     asked_for = "--engine-max-total-tokens"
-    wanted = config.engine_max_total_tokens
-    if wanted is None and config.engine_mem_fraction_static is not None and device.type == "cuda":
-        asked_for = f"--engine-mem-fraction-static {config.engine_mem_fraction_static} or --engine-max-total-tokens"
-        weights_bytes = spec.num_parameters * dtype.itemsize
-        wanted = max(int(config.engine_mem_fraction_static * total_bytes(device) - weights_bytes), 0) // per_token
-    if wanted is None:
-        allowed = free_bytes - _GPU_RESERVE * total_bytes(device) if device.type == "cuda" else _CPU_SHARE * free_bytes
-        wanted = min(num_rows * spec.max_position_embeddings, max(int(allowed), 0) // per_token)
+    if on_gpu and config.engine_max_total_tokens is None and config.engine_mem_fraction_static is not None:
+        asked_for = f"--engine-mem-fraction-static {config.engine_mem_fraction_static} or {asked_for}"
     num_tokens = wanted // page_size * page_size
     if num_tokens < 2 * page_size:
         raise EngineError(

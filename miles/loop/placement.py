@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -68,3 +70,11 @@ def memory_used_and_free_gb(device: torch.device) -> tuple[float, float]:
         free, _ = torch.cuda.mem_get_info(device)
         return torch.cuda.memory_allocated(device) / 2**30, free / 2**30
     return psutil.Process().memory_info().rss / 2**30, psutil.virtual_memory().available / 2**30
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most that this process has held so far, in GiB: of the GPU, or of the machine on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

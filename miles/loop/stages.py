@@ -20,7 +20,7 @@ from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, EngineError, RewardError
 from miles.evals.run import EvalResult
 from miles.loop.numbers import Hardware, rollout_perf, step_means, trainer_perf
-from miles.loop.placement import Placement
+from miles.loop.placement import Placement, peak_memory_gb
 from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
 from miles.loop.schedule import Schedule
@@ -224,6 +224,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
         **rollout_perf(
             groups, seconds=seconds["rollout"], num_engine_steps=_new_engine_steps(run), hardware=run.hardware
         ),
+        "perf/peak_memory_gb": peak_memory_gb(run.placement.device),
     }
     flat = [sample for group in groups for sample in group]
     if not run.complete(run.hooks.logged(step, flat, dict(written), seconds["rollout"])):

@@ -13,9 +13,9 @@ from miles.model.spec import ModelSpec
 
 def layer_numbers(spec: ModelSpec) -> int:
     """Numbers that one decoder layer keeps of a token: the inputs of its norms and matrix products, the fused
-    projection, queries, keys and the attention's result with its float32 sums. Values are a part of the projection."""
+    projection, queries, keys and values as the kernel writes them, and the attention's result with its float32 sums."""
     heads = spec.num_heads * spec.head_dim
-    attention = spec.qkv_size + 2 * heads + spec.num_kv_heads * spec.head_dim + 2 * spec.num_heads
+    attention = 2 * spec.qkv_size + heads + 2 * spec.num_heads
     return 4 * spec.hidden_size + attention + 3 * spec.intermediate_size
 
 

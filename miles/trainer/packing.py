@@ -8,18 +8,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from miles.model.spec import ModelSpec
 from miles.types import TrainSample
 
 
 def canonical_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """By group, then by sample: the order in which answers happened to finish must not change a bit of the result."""
     return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
-
-
-def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
-    """Tokens whose float32 logits take about `memory_bytes`, between 256 and 4,096."""
-    return min(max(memory_bytes // (4 * spec.vocab_size) // 256 * 256, 256), 4096)
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, max_samples: int | None = None) -> list[list[int]]:

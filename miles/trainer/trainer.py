@@ -29,7 +29,7 @@ from miles.trainer.critic import Critic
 from miles.trainer.forward import Scorer
 from miles.trainer.hooks import load_hooks
 from miles.trainer.judge import Judge, Judged
-from miles.trainer.limits import find_limits
+from miles.trainer.limits import apply_limits, find_limits
 from miles.trainer.losses import TokenInputs
 from miles.trainer.metrics import gap_metrics, group_metrics, loss_metrics, sample_metrics, token_metrics
 from miles.trainer.optim import Optimizer
@@ -77,7 +77,7 @@ class LocalTrainer:
         self.max_tokens = limits.max_tokens
         for trained in (model, critic):
             if trained is not None:
-                limits.apply_to(trained)
+                apply_limits(limits, trained)
         # Supervised targets were not drawn at any temperature.
         temperature = config.rollout.rollout_temperature if self.is_policy else 1.0
         self._scorer = Scorer(temperature, limits.chunk_size)

@@ -35,7 +35,7 @@ RANKS = {
     **dict.fromkeys(("config", "ops"), 1),
     **dict.fromkeys(("observe", "text"), 2),
     **dict.fromkeys(("model", "data", "report", "quickstart"), 3),
-    **dict.fromkeys(("weights", "checkpoint", "router"), 4),
+    **dict.fromkeys(("weights", "checkpoint", "router", "plan"), 4),
     **dict.fromkeys(("engine", "trainer", "rollout"), 5),
     "evals": 6,
     "loop": 7,
@@ -59,8 +59,8 @@ HOMES = {
 # Files that are imported where torch must not be: its import takes seconds.
 TORCH_FREE = (
     *("types.py", "errors.py", "plugins.py", "__init__.py", "__main__.py"),
-    *("config/", "observe/", "cli/", "report/", "text/", "data/", "rollout/rm_hub/", "loop/supervisor.py"),
-    *("loop/recover.py", "loop/watch.py", "loop/release.py"),
+    *("config/", "observe/", "cli/", "report/", "text/", "data/", "plan/", "rollout/rm_hub/"),
+    *("loop/supervisor.py", "loop/recover.py", "loop/watch.py", "loop/release.py"),
 )
 TORCH_FREE_EXCEPT = ("observe/gpu.py",)
 

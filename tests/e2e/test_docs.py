@@ -13,16 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from miles.cli.main import COMMANDS
 from miles.config.flags import FLAGS
 from miles.config.parse import parse_train
-from miles.engine.core import _DEFAULT_ROWS
-from miles.engine.memory import token_bytes
 from miles.loop.preflight import CHECKPOINT_BYTES, CPU_TRAIN_BYTES, GPU_TRAIN_BYTES
 from miles.model.spec import load_spec
 from miles.observe.names import METRICS
+from miles.plan.memory import DEFAULT_ROWS, token_bytes
 from tests.e2e.harness import MODEL, REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
@@ -136,9 +134,9 @@ def test_sizes_are_those_of_the_code():
     text = text_of("size_it")
     assert f"| **together** | **{GPU_TRAIN_BYTES}** | **{CPU_TRAIN_BYTES}** |" in text
     assert f"master and moments | {CHECKPOINT_BYTES} | {CHECKPOINT_BYTES} |" in text
-    assert f"({_DEFAULT_ROWS['cuda']} on a GPU, {_DEFAULT_ROWS['cpu']} on" in text
+    assert f"({DEFAULT_ROWS['cuda']} on a GPU, {DEFAULT_ROWS['cpu']} on" in text
     shape = {"num_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151_936}
     spec = dataclasses.replace(load_spec(MODEL), num_heads=16, num_kv_heads=8, head_dim=128, **shape)
-    assert f"{token_bytes(spec, torch.bfloat16):,} bytes a token" in text
+    assert f"{token_bytes(spec, 2):,} bytes a token" in text
     assert f"({spec.num_parameters / 1e6:.0f} million)" in text
     assert f"takes {spec.num_parameters * GPU_TRAIN_BYTES / 2**30:.1f} GiB, and" in text

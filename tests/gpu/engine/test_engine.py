@@ -163,7 +163,7 @@ def test_cache_size_follows_the_fraction(on_cpu: Decoder, monkeypatch: pytest.Mo
     spec, options = on_cpu.spec, {"num_rows": 4000, "dtype": torch.bfloat16, "device": CUDA}
     monkeypatch.setattr(memory, "available_bytes", lambda device: 900_000_000)
     monkeypatch.setattr(memory, "total_bytes", lambda device: 1_000_000_000)
-    per_token, weights = memory.token_bytes(spec, torch.bfloat16), spec.num_parameters * 2
+    per_token, weights = memory.token_bytes(spec, 2), spec.num_parameters * 2
     found = memory.cache_tokens(spec, EngineConfig(engine_mem_fraction_static=0.5), **options)
     assert found == (500_000_000 - weights) // per_token // 16 * 16
     assert memory.cache_tokens(spec, EngineConfig(), **options) == 550_000_000 // per_token // 16 * 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles.config.memory_section import MemoryConfig, memory_violations
-from miles.trainer.limits import recomputed_layers
+from miles.plan.memory import recomputed_layers
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 
 from miles.config.sections import EngineConfig
 from miles.engine import memory
-from miles.engine.memory import KvCache, available_bytes, cache_tokens, token_bytes
+from miles.engine.memory import KvCache, available_bytes, cache_tokens
 from miles.errors import EngineError
+from miles.plan.memory import token_bytes
 from tests.unit.engine.tiny import SPEC
 
 CPU = torch.device("cpu")
@@ -22,8 +23,8 @@ def tokens(config: EngineConfig, num_rows: int = 4) -> int:
 
 def test_a_token_takes_keys_and_values_of_all_layers() -> None:
     cache = KvCache(SPEC, num_blocks=3, page_size=4, dtype=torch.bfloat16, device=CPU)
-    assert cache.num_bytes == 12 * token_bytes(SPEC, torch.bfloat16)
-    assert token_bytes(SPEC, torch.float32) == 2 * 2 * 2 * 8 * 4
+    assert cache.num_bytes == 12 * token_bytes(SPEC, 2)
+    assert token_bytes(SPEC, 4) == 2 * 2 * 2 * 8 * 4
     assert [tuple(k.shape) for k in cache.k_caches] == [(2, 12, 8)] * 2
 
 
@@ -32,7 +33,7 @@ def test_default_holds_what_the_rows_can_use() -> None:
 
 
 def test_default_takes_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000 * token_bytes(SPEC, torch.float32))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000 * token_bytes(SPEC, 4))
     assert tokens(EngineConfig(), num_rows=1000) == 192  # a fifth, in whole blocks of 16
 
 
@@ -49,7 +50,7 @@ def test_too_small_names_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_large_names_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 100 * token_bytes(SPEC, torch.float32))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 100 * token_bytes(SPEC, 4))
     with pytest.raises(EngineError, match=r"--engine-max-total-tokens: 112 tokens .*at most 100 tokens fit"):
         tokens(EngineConfig(engine_max_total_tokens=112))
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.trainer.packing import canonical_order, default_chunk_size, pack
+from miles.plan.memory import default_chunk_size
+from miles.trainer.packing import canonical_order, pack
 
 
 @given(

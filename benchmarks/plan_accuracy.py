@@ -1,0 +1,250 @@
+"""How far `miles plan` is from the memory that runs really take.
+
+    python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen] [--only NAME ...] [--write FOLDER]
+
+Every configuration runs in a process of its own, with random weights: on a CPU a `miles train` of two steps whose
+worker reports its peak resident memory; on a GPU model, trainer and engine are built from the same flags, one rollout
+of answers of full length is written, and one update made. What the driver counts for the process is measured: all that
+the allocator has ever reserved, and what lies outside of it (context, libraries, kernels). The constants of
+`miles/plan/memory.py` were fitted to the round `calibration`; the cases of the round `frozen` were chosen afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.grpo_step import generate
+from benchmarks.machine import record
+from benchmarks.recipe import ANSWERS_PER_PROMPT, Workload, to_train_samples
+from miles.checkpoint.hf import export_hf
+from miles.config.parse import parse_flags
+from miles.config.sections import RunConfig
+from miles.engine.local import LocalEngine
+from miles.model.decoder import Decoder
+from miles.model.names import to_hf
+from miles.plan.machine import GIB, Machine, cpu_machine, gpu_machine, host_memory
+from miles.plan.memory import Job, estimate
+from miles.plan.shapes import SHAPES
+from miles.trainer.trainer import LocalTrainer
+
+QUICKSTART = Path(__file__).parent.parent / "miles" / "quickstart" / "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: str
+    prompts: int
+    prompt_len: int
+    answer_len: int
+    flags: str = ""
+
+    @property
+    def config(self) -> RunConfig:
+        sizes = f"--rollout-batch-size {self.prompts} --n-samples-per-prompt {ANSWERS_PER_PROMPT}"
+        sizes += f" --rollout-max-response-len {self.answer_len} --lr 1e-6"
+        return parse_flags(f"{sizes} {self.flags}".split()).config
+
+    def job(self, machine: Machine) -> Job:
+        return Job(self.config, SHAPES[self.shape], machine, self.prompt_len, self.answer_len)
+
+
+# The prompts of the CPU cases have 15 tokens: `12+34=?` in the chat template of the quickstart.
+CASES = {
+    "cpu": {
+        "calibration": {
+            "135M": Case("SmolLM2-135M", 2, 15, 100),
+            "135M, small budget": Case("SmolLM2-135M", 2, 15, 100, "--max-tokens-per-gpu 256"),
+        },
+        "frozen": {},
+    },
+    "cuda": {
+        "calibration": {
+            "0.6B, defaults": Case("Qwen3-0.6B", 32, 100, 256),
+            "0.6B, 16k tokens": Case(
+                "Qwen3-0.6B", 32, 100, 200, "--max-tokens-per-gpu 16384 --engine-max-total-tokens 100000"
+            ),
+            "1.7B, share 0.3": Case(
+                "Qwen3-1.7B", 16, 200, 128, "--max-tokens-per-gpu 8192 --engine-mem-fraction-static 0.3"
+            ),
+            "1.7B, no graphs": Case(
+                "Qwen3-1.7B",
+                32,
+                100,
+                100,
+                "--max-tokens-per-gpu 24576 --engine-max-total-tokens 60000 --engine-disable-cuda-graph "
+                "--log-probs-chunk-size 1024",
+            ),
+            "4B, 4k tokens": Case(
+                "Qwen3-4B", 8, 200, 128, "--max-tokens-per-gpu 4096 --engine-max-total-tokens 40000"
+            ),
+            "4B, 16k tokens, recompute": Case(
+                "Qwen3-4B",
+                16,
+                200,
+                100,
+                "--max-tokens-per-gpu 16384 --engine-max-total-tokens 60000 --recompute-granularity full "
+                "--adam-state bfloat16",
+            ),
+        },
+        "frozen": {},
+    },
+}  # fmt: skip
+
+
+def run_on_gpu(case: Case) -> dict[str, Any]:
+    """In this process: bytes after each stage, and the highest that the driver counted for it."""
+    device, stages = torch.device("cuda"), {}
+
+    def note(stage: str) -> None:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        stages[stage] = {
+            "outside": total - free - reserved,
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": reserved,
+            "max_allocated": torch.cuda.max_memory_allocated(),
+            "max_reserved": torch.cuda.max_memory_reserved(),
+        }
+        torch.cuda.reset_peak_memory_stats()
+
+    torch.zeros(1, device=device)
+    note("context")
+    config = case.config
+    model = random_decoder(case.shape, torch.bfloat16, device)
+    note("model")
+    trainer = LocalTrainer(model, None, config, total_steps=1)
+    note("trainer")
+    engine = LocalEngine(model, None, config.engine, device=device)
+    note("engine")
+    answers = [[case.answer_len] * ANSWERS_PER_PROMPT] * case.prompts
+    sent = Workload("plan", [case.prompt_len] * case.prompts, answers).requests(0)
+    start = time.perf_counter()
+    results = asyncio.run(generate(engine, sent))
+    note("generate")
+    written = time.perf_counter()
+    trainer.train(to_train_samples(sent, results), rollout_id=0, weight_version=engine.version)
+    note("train")
+    seconds = {"generate": written - start, "train": time.perf_counter() - written}
+    engine.close()
+    measured = max(stage["max_reserved"] for stage in stages.values()) + stages["train"]["outside"]
+    total = torch.cuda.mem_get_info()[1]
+    return {"measured": measured, "stages": stages, "seconds": seconds, "memory_bytes": total}
+
+
+def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
+    """`miles train` with these flags; what its worker reported."""
+    model, data = folder / "model", folder / "sums.jsonl"
+    spec = SHAPES[case.shape]
+    source = json.loads((QUICKSTART / "config.json").read_text()) | {
+        "architectures": [spec.architecture],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+    }
+    (folder / "source").mkdir()
+    for file in QUICKSTART.iterdir():
+        if file.suffix == ".json":
+            (folder / "source" / file.name).write_bytes(file.read_bytes())
+    (folder / "source" / "config.json").write_text(json.dumps(source))
+    decoder = random_decoder(case.shape, torch.float32, torch.device("cpu"))
+    parameters = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    export_hf(model, source=folder / "source", tensors=to_hf(spec, parameters), dtype=torch.float32)
+    data.write_text("".join(f'{{"input": "{a}+34=?", "label": "{a + 34}"}}\n' for a in range(12, 40)))
+    command = [sys.executable, "-m", "miles", "train", *case.flags.split(), "--hf-checkpoint", str(model)]
+    command += ["--prompt-data", str(data), "--label-key", "label", "--apply-chat-template", "--device", "cpu"]
+    command += ["--rm-type", "deterministic_random", "--num-rollout", "2", "--runs-dir", str(folder), "--run-name", "r"]
+    command += ["--rollout-batch-size", str(case.prompts), "--n-samples-per-prompt", str(ANSWERS_PER_PROMPT)]
+    command += ["--rollout-max-response-len", str(case.answer_len), "--progress", "off"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
+    return {"measured": max(entry["perf/peak_memory_gb"] for entry in records) * GIB}
+
+
+def random_decoder(shape: str, dtype: torch.dtype, device: torch.device) -> Decoder:
+    model = Decoder(SHAPES[shape], dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
+    case = CASES[device][round_][name]
+    if device == "cpu":
+        with tempfile.TemporaryDirectory() as folder:
+            return run_on_cpu(case, Path(folder))
+    command = [sys.executable, __file__, "--device", device, "--round", round_, "--child", name]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--round", choices=("calibration", "frozen"), default="calibration")
+    parser.add_argument("--only", nargs="+", help="names of cases")
+    parser.add_argument("--child", help="run this one here")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    cases = CASES[arguments.device][arguments.round]
+    if arguments.child is not None:
+        print(json.dumps(run_on_gpu(cases[arguments.child])))
+        return
+    rows: dict[str, Any] = {}
+    started = time.perf_counter()
+    for name in arguments.only or cases:
+        try:
+            found = in_own_process(name, arguments.device, arguments.round)
+        except AssertionError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        machine = cpu_machine(host_bytes=host_memory(), disk_bytes=0)
+        if arguments.device == "cuda":
+            gib = found["memory_bytes"] / GIB
+            planned = gpu_machine(torch.cuda.get_device_name(), memory_gib=gib, host_bytes=host_memory(), disk_bytes=0)
+            assert planned is not None
+            machine = planned
+        plan = estimate(cases[name].job(machine))
+        error = plan.process_bytes / found["measured"] - 1
+        rows[name] = {"planned": plan.process_bytes, "error": error, "parts": plan.device, **found}
+        print(
+            f"{name:<24} planned {plan.process_bytes / GIB:7.2f}  measured {found['measured'] / GIB:7.2f} GiB  "
+            f"error {error:+.1%}  {found.get('seconds', '')}",
+            flush=True,
+        )
+    result = {
+        "name": f"plan_accuracy_{arguments.device}_{arguments.round}",
+        "seconds": time.perf_counter() - started,
+        "largest_error": max((abs(row["error"]) for row in rows.values()), default=None),
+        "cases": rows,
+    }
+    record(result, write=arguments.write)
+
+
+if __name__ == "__main__":
+    main()
