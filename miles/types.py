@@ -194,6 +194,12 @@ class Trainer(Protocol):
         """Copy a saved state in place: no parameter moves."""
         ...
 
+    def offload(self) -> None:
+        """Move to the host what only an update needs. No parameter moves."""
+        ...
+
+    def onload(self) -> None: ...
+
 
 class DataSource(Protocol):
     """Groups of untouched samples in a fixed order that a seed decides."""

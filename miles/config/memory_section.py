@@ -33,6 +33,9 @@ class MemoryConfig:
         bounds=NOT_NEGATIVE,
         resume=True,
     )
+    offload_train: bool = flag(
+        False, "move masters and moments to the host, and drop gradients, while the engine writes", resume=True
+    )
 
 
 def memory_violations(memory: MemoryConfig, *, adam_state: str) -> Iterator[str]:

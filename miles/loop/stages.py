@@ -197,8 +197,16 @@ def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     """Make the optimizer steps of a rollout."""
     samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
     samples = run.wait(run.hooks.to_train([sample for group in groups for sample in group], samples))
+    offloads = run.config.memory.offload_train
+    if offloads:
+        with run.timers.span("wake_up"):
+            run.trainer.onload()
     with run.timers.span("train"):
-        return run.trainer.train(samples, rollout_id=run.num_done, weight_version=run.version)
+        result = run.trainer.train(samples, rollout_id=run.num_done, weight_version=run.version)
+    if offloads:
+        with run.timers.span("sleep"):
+            run.trainer.offload()
+    return result
 
 
 def publish(run: Run) -> None:
@@ -232,6 +240,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
     metrics = written
     if result is not None:
         trained = trainer_perf(groups, result, seconds=seconds, hardware=run.hardware)
+        trained["perf/offloaded_gb"] = run.trainer.offloaded_bytes / 2**30
         log_record("rollout", step, result.rollout, logger=logger)
         for record in result.steps:
             log_record("step", int(record["train/step"]), record, logger=logger)

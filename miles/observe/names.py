@@ -110,7 +110,9 @@ _TRAIN: dict[str, Metric] = {
     "train/num_samples": Metric("answers", "answers of the optimizer step"),
     "train/num_micro_batches": Metric("batches", "forward and backward passes of the optimizer step"),
     "train/num_skipped_steps": Metric("steps", "1 when the step had no trained token and updated nothing, else 0"),
-    "train/tflop": Metric("TFLOP", "executed by the step: matrix products and attention, forward and backward"),
+    "train/tflop": Metric(
+        "TFLOP", "matrix products and attention of the step, forward and backward; layers computed again count once"
+    ),
     "train/step": Metric("steps", "optimizer step, counted from 0"),
 }
 
@@ -118,8 +120,8 @@ _PERF_PHASES = {
     "rollout": "writing and grading the answers of a rollout",
     "generate": "writing the answers",
     "reward": "grading after the last answer was written",
-    "sleep": "releasing the engine's memory",
-    "wake_up": "taking the engine's memory back",
+    "sleep": "moving the trainer's states to the host",
+    "wake_up": "taking the trainer's states back",
     "data_preprocess": "packing and moving the batch",
     "log_probs": "scoring the answers with the old policy",
     "ref_log_probs": "scoring the answers with the reference model",
@@ -153,6 +155,7 @@ _PERF: dict[str, Metric] = {
     "perf/rollout_mfu": Metric("share", "FLOPs of prompts and answers over rollout time and the measured matrix rate"),
     "perf/rollout_bandwidth_share": Metric("share", "bytes that decoding must read over time and measured copy rate"),
     "perf/actor_train_mfu": Metric("share", "executed FLOPs of training, attention included, over that rate"),
+    "perf/offloaded_gb": Metric("GB", "memory of the GPU that --offload-train has freed while answers are written"),
     "perf/peak_memory_gb": Metric("GB", "highest memory of the worker so far"),
 }
 

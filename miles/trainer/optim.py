@@ -2,7 +2,7 @@
 
 A float32 parameter is its own master. A 16-bit parameter has a float32 master, and its gradient is summed over the
 micro-batches in float32 (`Tensor.grad_dtype`): with the two Adam moments 2 + 4 + 4 + 8 = 18 bytes a parameter. Nothing
-here ever replaces the storage of a parameter or of a gradient.
+here ever replaces the storage of a parameter.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Optimizer:
         self.masters: dict[str, nn.Parameter] = {name: _master(p) for name, p in self.parameters.items()}
         for name, master in self.masters.items():
             self.parameters[name].grad_dtype = master.dtype
-            # Allocated once: backward passes add into it, so its address never changes.
-            self.parameters[name].grad = master.grad = torch.zeros_like(master, requires_grad=False)
+        self._make_gradients()
         self._moments = Moments(self.masters, config)
+        self._shelf: dict[tuple[str, str], Tensor] = {}  # on the host, what `offload` has moved there
 
     @property
     def learning_rate(self) -> float:
@@ -96,6 +96,46 @@ class Optimizer:
         """Continue after this many updates, once a saved state was copied into the masters and moments."""
         self.num_updates = num_updates
         self._derive_parameters()
+
+    def offload(self) -> None:
+        """Move masters and moments to the host and drop the gradients, which the next step makes anew. Parameters stay
+        where they are. `moments` and `masters` can be read and written there, but only `onload` allows an update."""
+        for name, master in self.masters.items():
+            self.parameters[name].grad = master.grad = None
+        self._moments.settle()
+        for place, tensor in self._movable().items():
+            if place not in self._shelf:
+                self._shelf[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._shelf[place].copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._put(self._shelf)
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        device = next(iter(self.parameters.values())).device
+        self._put({place: kept.to(device, non_blocking=True, copy=True) for place, kept in self._shelf.items()})
+        self._make_gradients()
+
+    def _movable(self) -> dict[tuple[str, str], Tensor]:
+        """Masters that are no parameters, and moments that are not on the host, by parameter and kind."""
+        masters = {(name, "master"): m.data for name, m in self.masters.items() if m is not self.parameters[name]}
+        if self._moments.is_on_host:
+            return masters
+        states = self._moments.states.items()
+        return masters | {(name, kind): tensor for name, state in states for kind, tensor in state.items()}
+
+    def _put(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        for (name, kind), tensor in tensors.items():
+            if kind == "master":
+                self.masters[name].data = tensor
+            else:
+                self._moments.states[name][kind] = tensor
+
+    def _make_gradients(self) -> None:
+        # Backward passes add into it, so its address stays until `offload`.
+        for name, master in self.masters.items():
+            self.parameters[name].grad = master.grad = torch.zeros_like(master, requires_grad=False)
 
     @torch.no_grad()
     def _derive_parameters(self) -> None:

@@ -72,6 +72,7 @@ class LocalTrainer:
         self.device = model.head_weight.device
         self.optimizer = Optimizer(model, config.optim, total_steps=total_steps)
         self.critic = None if critic is None else Critic(critic, config, total_steps=total_steps)
+        self.offloaded_bytes = 0  # of the GPU, since `offload`
         self.num_steps = 0  # optimizer steps so far, those without a trained token included
         limits = find_limits(model, config)
         self.max_tokens = limits.max_tokens
@@ -162,6 +163,27 @@ class LocalTrainer:
         torch.set_rng_state(_decode(state["rng"]))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(_decode(state["rng_cuda"]), self.device)
+
+    def offload(self) -> None:
+        """Move what only an update needs from the GPU to the host: 16 of 18 bytes of a parameter. `save` and `load`
+        work on what is there."""
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            for optimizer in self._optimizers():
+                optimizer.offload()
+            torch.cuda.empty_cache()  # for others, the KV cache among them
+            self.offloaded_bytes = before - torch.cuda.memory_allocated(self.device)
+            logger.info(f"the trainer has moved its states to the host: {self.offloaded_bytes / 2**30:.2f} GiB freed")
+
+    def onload(self) -> None:
+        """Take them back, for `train`."""
+        if self.offloaded_bytes:
+            for optimizer in self._optimizers():
+                optimizer.onload()
+            self.offloaded_bytes = 0
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
         spec = self.model.spec

@@ -11,6 +11,7 @@ from miles.model.activations import layer_numbers
 from miles.model.context import packed_context
 from miles.trainer.moments import PIECE
 from miles.trainer.optim import Optimizer
+from tests.gpu.trainer.test_trainer import SHAPE, samples, trainer_of
 from tests.unit.engine.tiny import make_model
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,17 @@ def test_activations_take_what_the_formula_says() -> None:
         assert kept == pytest.approx(sum(lengths) * (2 * numbers + rest), rel=0.03)
     for ours, theirs in zip(gradients[6], gradients[0], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_offload_frees_what_only_an_update_needs_and_moves_no_parameter() -> None:
+    trainer = trainer_of(make_model(num_layers=8, **SHAPE), torch.bfloat16, "cuda")
+    straight = trainer_of(make_model(num_layers=8, **SHAPE), torch.bfloat16, "cuda")
+    addresses = [parameter.data_ptr() for parameter in trainer.model.parameters()]
+    for rollout_id in range(3):
+        trainer.offload()
+        count = sum(parameter.numel() for parameter in trainer.model.parameters())
+        assert trainer.offloaded_bytes == pytest.approx(16 * count, rel=0.05)
+        trainer.onload()
+        ours, theirs = (t.train(samples(), rollout_id=rollout_id, weight_version=0) for t in (trainer, straight))
+        assert ours.steps == theirs.steps
+    assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == addresses

@@ -169,3 +169,30 @@ def test_8_bits_are_not_converted_but_refused(make_model, make_config, saved: st
         other.load(tensors, state)
     after = other.save()[0]
     assert all(torch.equal(after[stem][name], before[stem][name]) for stem in before for name in before[stem])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_to_the_host_comes_back_and_parameters_stay(make_model, make_config, make_samples, kind) -> None:
+    """Between two steps masters and moments move and gradients go; nothing that is saved or trained changes."""
+    outcomes = []
+    for moves in (False, True):
+        config = make_config(lr=1e-2, adam_state=kind)
+        trainer = LocalTrainer(make_model(dtype=torch.bfloat16), None, config, total_steps=3)
+        torch.manual_seed(0)
+        addresses = [parameter.data_ptr() for parameter in trainer.model.parameters()]
+        for i in range(3):
+            trainer.train(make_samples(seed=i), rollout_id=i, weight_version=i)
+            if moves:
+                optimizer = trainer.optimizer
+                before = {name: master.data_ptr() for name, master in optimizer.masters.items()}
+                optimizer.offload()
+                assert all(p.grad is None for p in trainer.model.parameters())
+                assert all(master.data_ptr() != before[name] for name, master in optimizer.masters.items())
+                tensors, state = copy.deepcopy(trainer.save())
+                trainer.load(tensors, state)  # as a resumed run does before its first step
+                optimizer.onload()
+        assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == addresses
+        outcomes.append(trainer.save())
+    (ours, our_state), (theirs, their_state) = outcomes
+    assert our_state == their_state
+    assert all(torch.equal(ours[stem][name], theirs[stem][name]) for stem in theirs for name in theirs[stem])
