@@ -44,6 +44,14 @@ class RewardError(MilesError):
     """A reward raised, timed out or returned something that is not a finite number."""
 
 
+class RequestError(MilesError):
+    """A program asked the endpoint of a session for something that it does not give; `status` is that of HTTP."""
+
+    def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
 class EngineError(MilesError):
     """The rollout engine cannot serve a request or has failed."""
 

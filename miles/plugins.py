@@ -18,7 +18,15 @@ from miles.errors import PluginError
 
 
 def load_function(path: str, *, flag: str) -> Callable[..., Any]:
-    """The callable that an import path `module.function` names.
+    """The callable that an import path `module.function` names. Raises `PluginError`."""
+    function = load_object(path, flag=flag)
+    if not callable(function):
+        raise PluginError(f"{flag} {path}: is a {type(function).__name__}; expected a function or another callable")
+    return function
+
+
+def load_object(path: str, *, flag: str) -> Any:
+    """What an import path `module.name` names.
 
     Modules are looked up in the working directory too, after everything else. Raises `PluginError` that names the
     flag, the path, what was tried and what to do.
@@ -28,7 +36,7 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
         raise PluginError(f"{flag} {path}: expected an import path module.function, for example my_reward.score")
     module = _import_module(module_name, path=path, flag=flag)
     try:
-        function = getattr(module, attribute)
+        return getattr(module, attribute)
     except AttributeError:
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("__")]
         close = difflib.get_close_matches(attribute, names, n=1)
@@ -36,9 +44,6 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
         raise PluginError(
             f"{flag} {path}: module {module_name} ({module.__file__}) has no function {attribute}; {hint}"
         ) from None
-    if not callable(function):
-        raise PluginError(f"{flag} {path}: is a {type(function).__name__}; expected a function or another callable")
-    return function
 
 
 def _import_module(name: str, *, path: str, flag: str) -> ModuleType:

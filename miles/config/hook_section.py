@@ -17,6 +17,13 @@ class HookConfig:
     generate_execute_tool_function_path: str | None = flag(
         None, "import path of what runs a tool in an answer of several turns: f(name, params) -> text"
     )
+    generate_tool_specs_path: str | None = flag(
+        None, "import path of a list of OpenAI tool specifications for the chat template, for rows without their own"
+    )
+    custom_agent_function_path: str | None = flag(
+        None,
+        "import path of a program that asks the model by HTTP: f(base_url=, prompt=, request_kwargs=, metadata=)",
+    )
     generate_max_turns: int = flag(16, "most turns of an answer with tools", unit="turns", bounds=AT_LEAST_ONE)
     generate_tool_timeout: float = flag(
         30.0,

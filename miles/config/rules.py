@@ -153,6 +153,14 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             "--over-sampling-batch-size needs --dynamic-sampling-filter-path or --partial-rollout: without them every "
             "further answer is thrown away"
         )
+    if config.hooks.custom_agent_function_path is not None:
+        if config.hooks.custom_generate_function_path is None:
+            yield (
+                "--custom-agent-function-path needs --custom-generate-function-path "
+                "miles.rollout.generate_hub.agentic_tool_call.generate"
+            )
+        if rollout.partial_rollout:
+            yield "--partial-rollout cannot go on with a --custom-agent-function-path that was stopped: leave one out"
     if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
         yield "--mask-offpolicy-in-partial-rollout needs --partial-rollout"
     if has_spare and config.algorithm.loss_type == "sft_loss":

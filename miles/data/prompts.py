@@ -9,11 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from miles.config.hook_section import HookConfig
 from miles.config.sections import DataConfig
 from miles.data.rows import BATCH_ROWS, BadRows, Row, missing_column, stream_rows
 from miles.data.store import store_for
-from miles.errors import DataError
+from miles.errors import DataError, PluginError
 from miles.observe.log import get_logger
+from miles.plugins import load_object
 from miles.text.tokenizer import Tokenizer
 from miles.types import Sample
 
@@ -48,6 +50,7 @@ def load_prompts(
     max_context_len: int,
     max_prompt_len: int | None = None,
     check_label: LabelCheck | None = None,
+    hooks: HookConfig = HookConfig(),  # noqa: B008 - frozen
     flags: PromptFlags = PromptFlags(),  # noqa: B008 - frozen
 ) -> PromptSet:
     """Load `data.prompt_data`.
@@ -59,18 +62,22 @@ def load_prompts(
     assert data.prompt_data is not None, "the rules of the config ask for --prompt-data"
     path, rows = stream_rows(data.prompt_data, flag=flags.file)
     bad, prompts = BadRows(path, flag=flags.file), store_for(path)
+    keeps_messages, tools = hooks.custom_agent_function_path is not None, load_tool_specs(hooks)
     num_rows = num_too_long = num_read = 0
     advice = ""
     while batch := list(islice(rows, BATCH_ROWS)):
         num_rows += len(batch)
         read: list[tuple[int, Sample]] = []
+        texts: list[str] = []
         for number, row in batch:
             try:
-                read.append((number, _read_prompt(row, data, tokenizer, check_label, flags)))
+                sample = _read_prompt(row, data, check_label, flags)
+                texts.append(_render(sample.prompt, row, data, tokenizer, tools))
+                sample.prompt = sample.prompt if keeps_messages else texts[-1]
+                read.append((number, sample))
             except DataError as error:
                 bad.add(number, str(error))
         num_read += len(read)
-        texts = [str(sample.prompt) for _, sample in read]
         for (number, sample), ids in zip(read, tokenizer.encode_batch(texts), strict=True):
             sample.tokens = ids
             if max_prompt_len is not None and len(ids) > max_prompt_len:
@@ -96,27 +103,43 @@ def load_prompts(
     return PromptSet(path, prompts, num_too_long)
 
 
-def _read_prompt(
-    row: Row, data: DataConfig, tokenizer: Tokenizer, check_label: LabelCheck | None, flags: PromptFlags
-) -> Sample:
-    """A sample without tokens. `DataError` says what is wrong with the row."""
+def _read_prompt(row: Row, data: DataConfig, check_label: LabelCheck | None, flags: PromptFlags) -> Sample:
+    """A sample without tokens, whose prompt is what the row says. `DataError` says what is wrong with the row."""
     content = read_content(row, data.input_key, flag=flags.input_key)
-    tools = read_tools(row, data.tool_key)
-    if data.apply_chat_template:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        text = tokenizer.render(messages, tools=tools, **data.apply_chat_template_kwargs)
-    elif isinstance(content, str):
-        text = content
-    else:
-        raise DataError("its prompt is a list of messages, which needs --apply-chat-template")
-    if not _is_unicode(text):
-        raise DataError("its prompt has half of a surrogate pair, which is no character")
     label = read_label(row, data.label_key, flag=flags.label_key)
     metadata = _read_metadata(row, data.metadata_key)
     problem = check_label(label, metadata) if check_label is not None else None
     if problem is not None:
         raise DataError(f"its label {label!r} cannot be read: {problem}")
-    return Sample(prompt=text, label=label, metadata=metadata)
+    return Sample(prompt=content, label=label, metadata=metadata)
+
+
+def _render(
+    content: str | list[dict[str, Any]], row: Row, data: DataConfig, tokenizer: Tokenizer, tools: list[Any] | None
+) -> str:
+    """The text that the model sees of a prompt."""
+    tools = read_tools(row, data.tool_key) or tools
+    if data.apply_chat_template:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        content = tokenizer.render(messages, tools=tools, **data.apply_chat_template_kwargs)
+    if not isinstance(content, str):
+        raise DataError("its prompt is a list of messages, which needs --apply-chat-template")
+    if not _is_unicode(content):
+        raise DataError("its prompt has half of a surrogate pair, which is no character")
+    return content
+
+
+def load_tool_specs(hooks: HookConfig) -> list[dict[str, Any]] | None:
+    """The list that --generate-tool-specs-path names. Raises `PluginError`."""
+    if hooks.generate_tool_specs_path is None:
+        return None
+    flag = "--generate-tool-specs-path"
+    specs = load_object(hooks.generate_tool_specs_path, flag=flag)
+    if not isinstance(specs, list) or not all(isinstance(spec, dict) and "function" in spec for spec in specs):
+        raise PluginError(
+            f"{flag} {hooks.generate_tool_specs_path}: expected a list of OpenAI tools, each with a function"
+        )
+    return specs
 
 
 def _is_unicode(text: str) -> bool:

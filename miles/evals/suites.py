@@ -80,6 +80,7 @@ def _load(
         max_context_len=max_context_len,
         max_prompt_len=config.rollout.rollout_max_prompt_len,
         check_label=check,
+        hooks=config.hooks,
         flags=flags,
     )
     prompts = list(loaded.prompts)

@@ -289,6 +289,7 @@ def _load_source(
                 max_context_len=max_context_len,
                 max_prompt_len=config.rollout.rollout_max_prompt_len,
                 check_label=rewards.check_label if rewards else None,
+                hooks=config.hooks,
                 flags=PromptFlags() if not sources else PromptFlags(file="--mix-prompt-data"),
             )
         if rewards is not None:

@@ -82,7 +82,8 @@ def round_trip(tokenizer: Tokenizer, prompts: Sequence[Sample]) -> Verdict:
     """Whether the text of a prompt becomes ids and the same text again."""
     changed = []
     for sample in prompts[:NUM_SHOWN]:
-        text = str(sample.prompt)
+        shown = tokenizer.decode(sample.tokens, skip_special_tokens=False)
+        text = sample.prompt if isinstance(sample.prompt, str) else shown
         ids = tokenizer.encode(text)
         if tokenizer.decode(ids, skip_special_tokens=False) != text or ids != sample.tokens[: len(ids)]:
             changed.append(text)

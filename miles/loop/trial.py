@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,18 +123,24 @@ def _load_hooks(config: RunConfig, checks: Checks) -> None:
     checks.add(Verdict("hooks", OK, text))
 
 
-def _load_data(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, checks: Checks) -> list[Sample]:
+def _load_data(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, checks: Checks) -> Sequence[Sample]:
     if config.data.prompt_data is None:
         raise ConfigError("miles check looks at the rows of --prompt-data; with --data-source-path there are none")
     max_len = config.rollout.rollout_max_prompt_len
-    loaded = load_prompts(config.data, tokenizer, max_context_len=context_len(config, spec), max_prompt_len=max_len)
+    loaded = load_prompts(
+        config.data,
+        tokenizer,
+        max_context_len=context_len(config, spec),
+        max_prompt_len=max_len,
+        hooks=config.hooks,
+    )
     lengths = [len(sample.tokens) for sample in loaded.prompts]
     text = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {loaded.num_too_long} left out"
     checks.add(Verdict("data", OK, text, data={"num_prompts": len(lengths)}))
     return loaded.prompts
 
 
-def _try_reward(config: RunConfig, prompts: list[Sample], checks: Checks) -> None:
+def _try_reward(config: RunConfig, prompts: Sequence[Sample], checks: Checks) -> None:
     rewards = RewardRunner(config)
     try:
         rewards.start()

@@ -24,6 +24,11 @@ HOOKS = (
     HookKind("rollout_function_path", ("input",), "class or function that gives the groups of a rollout"),
     HookKind("custom_generate_function_path", ("input",), "writes one answer, or several rows for one prompt"),
     HookKind("generate_execute_tool_function_path", ("name", "params"), "runs a tool of multi_turn.generate"),
+    HookKind(
+        "custom_agent_function_path",
+        ("base_url", "prompt", "request_kwargs", "metadata"),
+        "talks to the model at an OpenAI address; for agentic_tool_call.generate",
+    ),
     HookKind("custom_rm_path", ("args", "sample"), "number or dict; with --group-rm a list for a list of samples"),
     HookKind("dynamic_sampling_filter_path", ("args", "group"), "keeps or drops a scored group"),
     HookKind("rollout_sample_filter_path", ("args", "groups"), "edits samples; remove_sample=True masks one"),

@@ -21,6 +21,7 @@ from miles.rollout.hook_table import ARGUMENTS
 from miles.types import Sample, SampleStatus, SamplingParams, TrainSample
 
 HOOK_TIMEOUT_S = 3600.0
+FAILURE = "failure"  # where the metadata of a failed sample may say why
 _SEVERAL_SIGNATURES = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _ENDED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
 _TRAIN_COLUMNS = {
@@ -77,6 +78,7 @@ class RolloutHooks:
         self._filter = self._load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
         self._generate = self._load("custom_generate_function_path", hooks.custom_generate_function_path)
         self._load("generate_execute_tool_function_path", hooks.generate_execute_tool_function_path)
+        self._load("custom_agent_function_path", hooks.custom_agent_function_path)
         self._sample_filter = self._load("rollout_sample_filter_path", hooks.rollout_sample_filter_path)
         self._all_samples = self._load("rollout_all_samples_process_path", hooks.rollout_all_samples_process_path)
         self._post_process = self._load("custom_reward_post_process_path", hooks.custom_reward_post_process_path)
@@ -157,7 +159,8 @@ class RolloutHooks:
         place = next(n for n, member in enumerate(group) if member is sample)
         group[place] = rows[0]
         group.extend(rows[1:])
-        return "the hook gave up" if any(row.status is SampleStatus.FAILED for row in rows) else None
+        failed = next((row for row in rows if row.status is SampleStatus.FAILED), None)
+        return None if failed is None else str(failed.metadata.get(FAILURE, "the hook gave up"))
 
     async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
         """The hooks that see a full rollout; they may edit samples in place."""

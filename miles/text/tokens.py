@@ -75,3 +75,19 @@ def following_text(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], *, 
             f"the chat template does not show messages of the role {roles}: give one with --chat-template-path"
         )
     return after.removeprefix(written_end)
+
+
+def following_ids(tokenizer: Tokenizer, last_id: int, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Ids of `following_text` behind an answer whose last token is `last_id`."""
+    ends_turn = last_id in tokenizer.eos_token_ids
+    written_end = tokenizer.decode([last_id], skip_special_tokens=False) if ends_turn else ""
+    return tokenizer.encode(following_text(tokenizer, messages, written_end=written_end))
+
+
+def keeps_thinking(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether the chat template still shows the thinking of an answer when these messages follow it."""
+    thought: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\n!"},
+    ]
+    return _MARK in tokenizer.render([*thought, *messages])

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+END_OF_THINKING = "</think>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -21,7 +22,13 @@ class ToolCall:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The calls in an answer, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in their order."""
-    return [_read(found) for found in _CALL.findall(text.rpartition("</think>")[2])]
+    return [_read(found) for found in _CALL.findall(text.rpartition(END_OF_THINKING)[2])]
+
+
+def without_calls(text: str) -> str:
+    """The answer without its calls."""
+    thought, end, said = text.rpartition(END_OF_THINKING)
+    return thought + end + _CALL.sub("", said).strip()
 
 
 def _read(text: str) -> ToolCall:

@@ -80,6 +80,7 @@ FAULT_BOUNDARIES = {
     "rollout/custom_reward.py::_call",
     "rollout/hooks.py::run",
     "rollout/hooks.py::at_once",
+    "rollout/generate_hub/agentic_tool_call.py::generate",
     "rollout/generate_hub/multi_turn.py::_run",
     "rollout/rm_hub/fork_server.py::work",
     "rollout/rm_hub/sandbox/candidate.py::main",

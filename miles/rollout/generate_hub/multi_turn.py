@@ -14,7 +14,7 @@ from miles.errors import ConfigError
 from miles.plugins import describe_error, load_function
 from miles.rollout.generate_hub.single_turn import drop_stop_beginning
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
-from miles.text.tokens import TokenLog, following_text
+from miles.text.tokens import TokenLog, following_ids
 from miles.text.tools import ToolCall, tool_calls
 from miles.types import FinishReason, Sample, SampleStatus
 
@@ -52,12 +52,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         start = time.perf_counter()
         answers = await asyncio.gather(*(_run(call, args) for call in calls))
         notes[TOOL_TIME] = notes.get(TOOL_TIME, 0.0) + time.perf_counter() - start
-        last = turn[-1]
-        written_end = state.tokenizer.decode([last], skip_special_tokens=False)
-        ends_turn = last in state.tokenizer.eos_token_ids
         messages = [{"role": "tool", "content": answer} for answer in answers]
-        text = following_text(state.tokenizer, messages, written_end=written_end if ends_turn else "")
-        given = state.tokenizer.encode(text)
+        given = following_ids(state.tokenizer, turn[-1], messages)
         left = min(
             input.sampling_params["max_new_tokens"] - sample.response_length, state.max_context_len - len(log.ids)
         )

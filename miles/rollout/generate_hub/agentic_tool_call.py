@@ -1,0 +1,69 @@
+"""An answer by a program of the user that talks to an address as it would to any OpenAI server:
+`--custom-generate-function-path` of this `generate`, with the program as `--custom-agent-function-path`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import inspect
+import time
+
+from miles.errors import ConfigError
+from miles.plugins import describe_error, load_function
+from miles.rollout.generate_hub.conversation import Conversations
+from miles.rollout.generate_hub.multi_turn import NUM_TURNS, TOOL_TIME
+from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
+from miles.rollout.hooks import FAILURE
+from miles.router.endpoint import Endpoint
+from miles.types import SampleStatus
+
+AGENT_FLAG = "--custom-agent-function-path"
+
+
+async def generate(input: GenerateFnInput) -> GenerateFnOutput:
+    """Run the program `f(base_url=, prompt=, request_kwargs=, metadata=)`, plain or async, to its end.
+
+    Each conversation that it held is a row: one, unless it edited or forked the text before. What it returns is merged
+    into the metadata of the rows; `reward` in it is their reward. A program that fails loses its sample, unless it
+    failed because a conversation was full: that one is an answer that met its length limit.
+    """
+    sample, args = input.sample, input.args
+    if args.custom_agent_function_path is None:
+        raise ConfigError(f"agentic_tool_call.generate needs {AGENT_FLAG}, the program that talks to the model")
+    program = load_function(args.custom_agent_function_path, flag=AGENT_FLAG)
+    conversations = Conversations(input.state, sample, input.sampling_params)
+    start, failure = time.perf_counter(), None
+    with _endpoint().session(conversations.answer) as base_url:
+        kwargs = {
+            "base_url": base_url,
+            "prompt": sample.prompt,
+            "request_kwargs": conversations.request_kwargs,
+            "metadata": dict(sample.metadata),
+        }
+        try:
+            is_async = inspect.iscoroutinefunction(program)
+            returned = await (program(**kwargs) if is_async else asyncio.to_thread(program, **kwargs)) or {}
+        except Exception as error:  # fault boundary: a program can raise anything
+            returned, failure = {}, describe_error(error, function=program)
+    rows = conversations.end()
+    if not rows or (failure is not None and all(row.status is SampleStatus.COMPLETED for row in rows)):
+        sample.status = SampleStatus.FAILED
+        sample.metadata[FAILURE] = failure or "the program asked for no answer"
+        return GenerateFnOutput(sample)
+    if not isinstance(returned, dict):
+        raise ConfigError(f"{AGENT_FLAG} returned a {type(returned).__name__}; expected a dict or None")
+    for row in rows:
+        row.metadata |= returned
+        row.reward = returned.get("reward", row.reward)
+    away = time.perf_counter() - start - conversations.seconds
+    rows[0].metadata |= {TOOL_TIME: max(0.0, away), NUM_TURNS: conversations.num_turns}
+    return GenerateFnOutput(rows)
+
+
+@functools.cache
+def _endpoint() -> Endpoint:
+    endpoint = Endpoint()
+    atexit.register(endpoint.close)
+    return endpoint

@@ -1,0 +1,1 @@
+"""HTTP between programs and engines."""

@@ -1,0 +1,254 @@
+"""A program that talks to the model by HTTP: what it gets, and that the rows hold the very tokens that were drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from miles.config.flags import Args, with_values
+from miles.config.sections import RunConfig
+from miles.errors import ConfigError
+from miles.rollout.client import EngineClient
+from miles.rollout.generate_hub.agentic_tool_call import generate
+from miles.rollout.generate_hub.multi_turn import tool_numbers
+from miles.rollout.hook_inputs import GenerateFnInput, GenerateState, sampling_dict
+from miles.text.tokenizer import Tokenizer
+from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus, SamplingParams
+from tests.unit.rollout.fake_generator import FakeGenerator
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+PROGRAM: list[Callable[..., Any]] = []
+
+
+def post(base_url: str, path: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{base_url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return json.loads(response.read())
+
+
+def chat(base_url: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+    return post(base_url, "chat/completions", messages=messages, **body)["choices"][0]
+
+
+def run_program(**kwargs: Any) -> Any:
+    return PROGRAM[-1](**kwargs)
+
+
+class Answers:
+    """Gives these texts in turn, each with the end token that the model writes."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str, reason: FinishReason = FinishReason.STOP) -> None:
+        self.tokenizer, self.texts, self.reason = tokenizer, list(texts), reason
+        self.requests: list[GenerationRequest] = []
+
+    def __call__(self, request: GenerationRequest) -> GenerationResult:
+        text = self.texts[len(self.requests)]
+        self.requests.append(request)
+        ids = self.tokenizer.encode(text + "<|im_end|>")[: request.sampling.max_new_tokens]
+        log_probs = [-0.01 * i for i in range(len(ids))]
+        return GenerationResult(request.request_id, ids, log_probs, [5] * len(ids), self.reason, text)
+
+
+def write(answers: Answers, program: Callable[..., Any], *, limit: int = 400, prompt: Any = "hi") -> list[Sample]:
+    async def run() -> list[Sample]:
+        client = EngineClient(FakeGenerator(answers), answers.tokenizer)
+        args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
+        state = GenerateState(args, client, noise_key=7, max_context_len=1000)
+        sample = Sample(prompt=prompt, tokens=[5, 6], index=4, label="42", metadata={"level": 1})
+        output = await generate(GenerateFnInput(state, sample, sampling_dict(SamplingParams(max_new_tokens=limit))))
+        return output.samples if isinstance(output.samples, list) else [output.samples]
+
+    PROGRAM.append(program)
+    return asyncio.run(run())
+
+
+def learned(sample: Sample, tokenizer: Tokenizer) -> list[str]:
+    """The texts that the loss mask marks, one for each turn."""
+    texts: list[list[int]] = [[]]
+    assert sample.loss_mask is not None
+    for token_id, mask in zip(sample.tokens[sample.prompt_length :], sample.loss_mask, strict=True):
+        texts[-1].append(token_id) if mask else texts[-1] and texts.append([])
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in texts if ids]
+
+
+def test_turns_of_one_conversation_are_one_row_of_the_drawn_tokens(tokenizer: Tokenizer) -> None:
+    seen: dict[str, Any] = {}
+
+    def program(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        first = chat(base_url, messages, **request_kwargs)
+        seen.update(first=first, metadata=metadata)
+        # a client library adds empty fields and writes JSON in its own way
+        call = first["message"]["tool_calls"][0]
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+        messages += [{**first["message"], "refusal": None, "content": ""}, {"role": "tool", "content": "3"}]
+        seen["last"] = chat(base_url, messages, logprobs=True)
+        return {"reward": 0.5, "note": "done"}
+
+    answers = Answers(tokenizer, CALL, "it is 3")
+    (row,) = write(answers, program)
+    assert seen["metadata"] == {"level": 1}
+    assert seen["first"]["finish_reason"] == "tool_calls"
+    assert seen["last"]["message"] == {"role": "assistant", "content": "it is 3"}
+    assert [entry["logprob"] for entry in seen["last"]["logprobs"]["content"]][:2] == [0.0, -0.01]
+    prompt = tokenizer.render([{"role": "user", "content": "hi"}])
+    between = "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(row.tokens, skip_special_tokens=False) == (
+        f"{prompt}{CALL}<|im_end|>{between}it is 3<|im_end|>"
+    )
+    assert learned(row, tokenizer) == [f"{CALL}<|im_end|>", "it is 3<|im_end|>"]
+    # the second request's tokens begin with all of the first and what was drawn
+    assert answers.requests[1].prompt_ids == row.tokens[: len(answers.requests[1].prompt_ids)]
+    assert (row.reward, row.metadata["note"], row.label, row.status) == (0.5, "done", "42", SampleStatus.COMPLETED)
+    assert tool_numbers([row])["rollout/num_turns"] == 2
+
+
+def test_an_edited_message_begins_a_second_row_and_leaves_the_first(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        messages = [{"role": "user", "content": prompt}]
+        first = chat(base_url, messages)["message"]
+        chat(base_url, [*messages, {**first, "content": "one!"}, {"role": "user", "content": "again"}])
+
+    rows = write(Answers(tokenizer, "one", "two"), program)
+    assert [learned(row, tokenizer) for row in rows] == [["one<|im_end|>"], ["two<|im_end|>"]]
+    assert "one!" in tokenizer.decode(rows[1].tokens) and "one!" not in tokenizer.decode(rows[0].tokens)
+    assert all(row.index == 4 for row in rows)
+
+
+def test_a_template_that_drops_old_thinking_forks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        messages = [{"role": "user", "content": prompt}]
+        first = chat(base_url, messages)["message"]
+        chat(base_url, [*messages, first, {"role": "user", "content": "again"}])
+
+    texts = ("<think>\nhm\n</think>\n\none", "two")
+    assert len(write(Answers(tokenizer, *texts), program)) == 1
+    render = tokenizer.render
+
+    def dropping(messages: Any, **kwargs: Any) -> str:
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        kept = [
+            {**m, "content": m["content"].rpartition("</think>")[2]} if m["role"] == "assistant" and i < last else m
+            for i, m in enumerate(messages)
+        ]
+        return render(kept, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "render", dropping)
+    rows = write(Answers(tokenizer, *texts), program)
+    assert [learned(row, tokenizer) for row in rows] == [[texts[0] + "<|im_end|>"], ["two<|im_end|>"]]
+    assert "hm" not in tokenizer.decode(rows[1].tokens)
+
+
+def test_the_same_question_asked_twice_has_other_draws(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        for _ in range(2):
+            chat(base_url, [{"role": "user", "content": prompt}])
+
+    answers = Answers(tokenizer, "one", "two")
+    assert len(write(answers, program)) == 2
+    assert len({request.noise_key for request in answers.requests}) == 2
+
+
+def test_tokens_in_tokens_out(tokenizer: Tokenizer) -> None:
+    seen = []
+
+    def program(base_url: str, **_: Any) -> None:
+        url = base_url.removesuffix("/v1")
+        first = post(url, "generate", input_ids=[9, 8, 7], sampling_params={"temperature": 1.0, "max_new_tokens": 50})
+        seen.append(first)
+        post(url, "v1/completions", prompt=[9, 8, 7, *first["output_ids"], 11, 12], max_tokens=50)
+
+    (row,) = write(Answers(tokenizer, "one", "two"), program)
+    written = [entry[1] for entry in seen[0]["meta_info"]["output_token_logprobs"]]
+    assert written == seen[0]["output_ids"]
+    assert row.tokens[: 3 + len(written) + 2] == [9, 8, 7, *written, 11, 12]
+    assert learned(row, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"temperature": 0.3}, "temperature=0.3: it must be 1.0"),
+        ({"n": 2}, "n=2: it must be 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5: it is not supported here"),
+        ({"max_tokens": -1}, "max_tokens must be a whole number above 0"),
+        ({"messages": "hi"}, "messages must be a list"),
+    ],
+)
+def test_what_would_change_the_distribution_is_refused(
+    tokenizer: Tokenizer, body: dict[str, Any], expected: str
+) -> None:
+    refused = []
+
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        body.setdefault("messages", [{"role": "user", "content": prompt}])
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(base_url, "chat/completions", **body)
+        refused.append(json.loads(caught.value.read())["error"]["message"])
+        chat(base_url, [{"role": "user", "content": prompt}], temperature=1.0)
+
+    assert len(write(Answers(tokenizer, "one"), program)) == 1
+    assert expected in refused[0]
+
+
+def test_a_full_conversation_is_an_answer_that_met_its_limit(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        messages = [{"role": "user", "content": prompt}]
+        while True:
+            messages += [chat(base_url, messages)["message"], {"role": "user", "content": "go on"}]
+
+    (row,) = write(Answers(tokenizer, "one two three", "four", "five"), program, limit=30)
+    assert row.status is SampleStatus.TRUNCATED
+
+
+def test_a_program_that_fails_loses_its_sample_and_says_why(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        chat(base_url, [{"role": "user", "content": prompt}])
+        raise KeyError("my mistake")
+
+    (row,) = write(Answers(tokenizer, "one"), program)
+    assert row.status is SampleStatus.FAILED and "KeyError: 'my mistake'" in row.metadata["failure"]
+    (row,) = write(Answers(tokenizer), lambda **_: None)
+    assert row.metadata["failure"] == "the program asked for no answer"
+    with pytest.raises(ConfigError, match="returned a int; expected a dict or None"):
+        write(Answers(tokenizer, "one"), lambda base_url, **_: chat(base_url, [{"role": "user", "content": "a"}]) and 3)
+
+
+def test_an_address_ends_with_its_program_and_streams_are_one_chunk(tokenizer: Tokenizer) -> None:
+    urls = []
+
+    def program(base_url: str, prompt: str, **_: Any) -> None:
+        urls.append(base_url)
+        body = json.dumps({"messages": [{"role": "user", "content": prompt}], "stream": True}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body), timeout=20) as got:
+            lines = [line for line in got.read().decode().splitlines() if line]
+        assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["content"] == "one"
+        assert lines[-1] == "data: [DONE]"
+        with urllib.request.urlopen(f"{base_url}/models", timeout=20) as got:
+            assert json.loads(got.read())["data"][0]["id"] == "miles"
+
+    write(Answers(tokenizer, "one"), program)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        chat(urls[0], [{"role": "user", "content": "hi"}])
+    assert caught.value.code == 404 and "no such session" in caught.value.read().decode()
+
+
+def test_requests_at_the_same_time_do_not_share_a_row(tokenizer: Tokenizer) -> None:
+    async def program(base_url: str, prompt: str, **_: Any) -> None:
+        messages = [{"role": "user", "content": prompt}]
+        message = (await asyncio.to_thread(chat, base_url, messages))["message"]
+        following = [[*messages, message, {"role": "user", "content": text}] for text in ("a", "b")]
+        await asyncio.gather(*(asyncio.to_thread(chat, base_url, one) for one in following))
+
+    rows = write(Answers(tokenizer, "one", "two", "three"), lambda **given: asyncio.run(program(**given)))
+    assert sum(len(learned(row, tokenizer)) for row in rows) >= 3
+    texts = [text for row in rows for text in learned(row, tokenizer)]
+    assert {"two<|im_end|>", "three<|im_end|>"} <= set(texts)
