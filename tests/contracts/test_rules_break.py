@@ -10,6 +10,8 @@ LONG_FUNCTION = "def long(x):\n" + "    x += 1\n" * 80
 JIT = "import triton\n\n\n@triton.jit\n"
 
 # rule -> (good files, bad files, part of the message)
+MANY = rules.MAX_PACKAGE_CODE_LINES // 490 + 1  # files of 490 lines are too many, of 480 not
+
 CASES = {
     "import_ranks": [
         ({"loop/run.py": "from miles.types import Sample\n"}, {"types.py": "from miles.loop import run\n"}, "rank 7"),
@@ -66,9 +68,9 @@ CASES = {
     "file_sizes": [
         ({"ops/a.py": "x = 1\n" * 500}, {"ops/a.py": "x = 1\n" * 501}, "501 lines, at most 500"),
         (
-            {f"ops/a{n}.py": '"""Text."""\n\n# Comment.\n' + "x = 1\n" * 480 for n in range(41)},
-            {f"ops/a{n}.py": "x = 1\n" * 490 for n in range(41)},
-            "20090 lines of code in all",
+            {f"ops/a{n}.py": '"""Text."""\n\n# Comment.\n' + "x = 1\n" * 480 for n in range(MANY)},
+            {f"ops/a{n}.py": "x = 1\n" * 490 for n in range(MANY)},
+            f"{490 * MANY} lines of code in all",
         ),
     ],
     "function_sizes": [

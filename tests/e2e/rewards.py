@@ -1,8 +1,11 @@
 """Custom rewards for whole runs: cheap, and with differences between the answers of an untrained model."""
 
 import asyncio
+import json
 import os
 import time
+import urllib.error
+import urllib.request
 
 
 def digits(args, sample):
@@ -87,6 +90,20 @@ def quick_if_even(args, sample):
 
 def tool(name, params):
     return f"{name} {params}"
+
+
+def agent(base_url, prompt, request_kwargs, metadata):
+    """Asks twice in one conversation."""
+    messages = [{"role": "user", "content": prompt}]
+    for text in ("?", None):
+        body = json.dumps({**request_kwargs, "messages": messages, "max_tokens": 3}).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body)) as answer:
+                messages.append(json.loads(answer.read())["choices"][0]["message"])
+        except urllib.error.HTTPError as error:
+            assert json.loads(error.read())["error"]["code"] == "context_length_exceeded"
+            break
+        messages.append({"role": "user", "content": text})
 
 
 async def slow_log(rollout_id, args, samples, extra_metrics, rollout_time):

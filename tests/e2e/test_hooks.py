@@ -23,6 +23,7 @@ RUNS = [
     ],
     ["rollout-function-path", "eval-function-path", "custom-convert-samples-to-train-data-path"],
     ["custom-loss-function-path", "custom-pg-loss-reducer-function-path"],
+    ["custom-agent-function-path"],
     ["custom-tis-function-path", "generate-execute-tool-function-path", "buffer-filter-path"],
 ]
 
@@ -39,6 +40,9 @@ def test_examples_run(miles, names):
         settings["eval_interval"] = 1
     if "custom-eval-rollout-log-function-path" in names:
         settings |= {"eval_interval": 1, "eval_prompt_data": ["sums", "train.jsonl"]}
+    if "custom-agent-function-path" in names:
+        generate = "miles.rollout.generate_hub.agentic_tool_call.generate"
+        settings |= {"custom_generate_function_path": generate, "rollout_max_response_len": 60}
     if "custom-loss-function-path" in names:
         settings["loss_type"] = "custom_loss"
     ended = miles.train(**settings)
@@ -50,6 +54,8 @@ def test_examples_run(miles, names):
         assert "my rollout 0 has 8 samples" in ended.out and "my evaluation 1: ['sums']" in ended.out
         assert (miles.folder / "all_groups.txt").read_text() == "4\n"
         assert "'rollout/dynamic_filter" not in log and "eval 1: {" not in log
+    if "custom-agent-function-path" in names:
+        assert 1 < record["rollout/num_turns"] <= 2 and 0 < record["rollout/tool_token_ratio"] < 1
     if "custom-reward-post-process-path" in names:
         assert record["train/num_tokens"] < 8 * record["rollout/response_lengths"]  # one answer is masked
         assert abs(record["rollout/rewards"]) < 1e-6

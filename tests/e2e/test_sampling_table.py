@@ -10,6 +10,8 @@ PAGE = (REPOSITORY / "docs" / "sampling.md").read_text()
 ROWS = re.findall(r"^\| `([^`]*)` \| (works|refused: .*) \|$", PAGE, re.M)
 GENERATE = "--custom-generate-function-path miles.rollout.generate_hub.multi_turn.generate"
 NAMES = {
+    "AGENT": "--custom-generate-function-path miles.rollout.generate_hub.agentic_tool_call.generate "
+    "--custom-agent-function-path tests.e2e.rewards.agent",
     "FILTER": "--dynamic-sampling-filter-path tests.e2e.rewards.not_every_third",
     "TOOLS": f"{GENERATE} --generate-execute-tool-function-path tests.e2e.rewards.tool",
 }
