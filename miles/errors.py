@@ -4,6 +4,8 @@ Whoever raises one names the flag, file and row, says what was expected and what
 asserts and keep their traceback.
 """
 
+from collections.abc import Sequence
+
 
 class MilesError(Exception):
     """Base of every error that is shown to a user as one sentence. `exit_code` is what the command ends with;
@@ -60,6 +62,14 @@ class EngineError(MilesError):
 
 class TrainError(MilesError):
     """The trainer cannot go on: nothing to train on, or numbers that are not finite."""
+
+
+class NotFiniteError(TrainError):
+    """A loss, a gradient or a log-prob is nan or inf; `samples` are the indices of the samples it comes from."""
+
+    def __init__(self, message: str, samples: Sequence[int]) -> None:
+        super().__init__(message)
+        self.samples = frozenset(samples)
 
 
 class StorageError(MilesError):

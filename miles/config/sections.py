@@ -300,6 +300,12 @@ class CheckConfig:
         bounds=NOT_NEGATIVE,
         resume=True,
     )
+    on_not_finite: str = flag(
+        "stop",
+        "a loss or gradient that is nan or inf: stop the run, or skip the optimizer step (docs/trainer.md)",
+        choices=("stop", "skip"),
+        resume=True,
+    )
     ci_test: bool = flag(False, "strict limits on ratio, clipping and gap in every rollout", resume=True)
     ci_disable_kl_checker: bool = flag(False, "no check of ratio and clipping, at the first step either", resume=True)
 

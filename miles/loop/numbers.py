@@ -66,16 +66,19 @@ def trainer_perf(
     step_s = seconds["rollout"] + seconds["train"]
     perf = {f"perf/{phase}_time": 0.0 for phase in FREE_PHASES}
     perf |= {f"perf/{phase}_time": spent for phase, spent in seconds.items() if phase != "rollout"}
-    trained = sum(step["train/tflop"] for step in result.steps) * 1e12 / seconds["actor_train"]
     perf |= {
         "perf/train_wait_time": seconds["rollout"],
         "perf/step_time": step_s,
         "perf/wait_time_ratio": seconds["rollout"] / step_s,
-        "perf/actor_train_tok_per_s": sum(lengths) / seconds["actor_train"],
-        "perf/actor_train_tflops": trained / 1e12,
-        "perf/actor_train_mfu": trained / hardware.rates.matrix_flops_per_s,
         "perf/mfu_peak_tflops": hardware.rates.matrix_flops_per_s / 1e12,
     }
+    if seconds["actor_train"]:  # not where every step was without a trained token
+        trained = sum(step["train/tflop"] for step in result.steps) * 1e12 / seconds["actor_train"]
+        perf |= {
+            "perf/actor_train_tok_per_s": sum(lengths) / seconds["actor_train"],
+            "perf/actor_train_tflops": trained / 1e12,
+            "perf/actor_train_mfu": trained / hardware.rates.matrix_flops_per_s,
+        }
     forward = forward_flops(hardware.spec, lengths, num_head_tokens=num_answer_tokens)
     for phase in ("log_probs", "ref_log_probs"):
         if seconds.get(phase):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.errors import TrainError
+from miles.errors import NotFiniteError
 from miles.model.context import ForwardContext, packed_context
 from miles.ops.logprob import KeptIds
 from miles.trainer.packing import pack
@@ -92,7 +92,7 @@ class MicroBatch:
 
 
 def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBatch:
-    """Collect the trained tokens. An engine log-prob that is not finite is a `TrainError` that names the samples."""
+    """Collect the trained tokens. An engine log-prob that is not finite is a `NotFiniteError`."""
     targets = [_targets(sample) for sample in samples]
     lengths_S = torch.tensor([len(target.ids) for target in targets], dtype=torch.int64, device=device)
     if samples and all(sample.rollout_log_probs is None for sample in samples):
@@ -104,8 +104,8 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
         if not np.isfinite(rollout_log_probs[-1]).all():
             broken.append(sample.index)
     if broken:
-        raise TrainError(
-            f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated"
+        raise NotFiniteError(
+            f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated", broken
         )
     rollout_log_probs_R = torch.from_numpy(np.concatenate(rollout_log_probs or [np.zeros(0, np.float32)])).to(device)
     return TokenBatch(list(samples), targets, lengths_S, rollout_log_probs_R, _engine_top(samples, device))

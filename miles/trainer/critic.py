@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.config.sections import RunConfig
-from miles.errors import TrainError
+from miles.errors import NotFiniteError
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
 from miles.trainer.batch import MicroBatch, in_flat_order
@@ -79,7 +79,9 @@ class Critic:
             clips.append(clipped_R.to(loss_R.dtype))
         grad_norm = self.optimizer.grad_norm()
         if not math.isfinite(grad_norm):
-            raise TrainError("the critic's gradient is not finite (nan or inf); nothing was updated. Lower --critic-lr")
+            raise NotFiniteError(
+                "the critic's gradient is not finite (nan or inf); nothing was updated. Lower --critic-lr", ()
+            )
         learning_rate = self.optimizer.learning_rate
         self.optimizer.clip(grad_norm)
         self.optimizer.step()

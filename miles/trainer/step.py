@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from miles.config.sections import AlgorithmConfig
-from miles.errors import TrainError
+from miles.errors import NotFiniteError
 from miles.model.decoder import Decoder
 from miles.observe.gate import GATE
 from miles.trainer.batch import MicroBatch, TokenBatch, in_flat_order, micro_batches, name_samples
@@ -93,7 +93,7 @@ class Learner:
         return result.log_probs_R if old_R is None else old_R
 
     def check_finite(self, work: StepWork, result: StepResult) -> None:
-        """Raise a `TrainError` that names the samples whose loss or gradient is nan or inf."""
+        """Raise a `NotFiniteError` that names the samples whose loss or gradient is nan or inf."""
         bad_R = ~result.loss_values["loss"].isfinite()
         if bad_R.any():
             what, bad = "loss", work.batch.sample_R[bad_R].unique().tolist()
@@ -101,10 +101,11 @@ class Learner:
             what, bad = "gradient", self.find_bad_gradients(work)
         else:
             return
-        named = name_samples([work.batch.samples[i].index for i in bad])
-        raise TrainError(
-            f"the {what} of samples {named} is not finite (nan or inf). The weights are as they were before this "
-            "optimizer step. A lower --lr or --clip-grad usually prevents it"
+        indices = [work.batch.samples[i].index for i in bad]
+        raise NotFiniteError(
+            f"the {what} of samples {name_samples(indices)} is not finite (nan or inf). The weights are as they were "
+            "before this optimizer step. A lower --lr or --clip-grad usually prevents it",
+            indices,
         )
 
     def find_bad_gradients(self, work: StepWork) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from miles.config.sections import BatchConfig, RunConfig
-from miles.errors import CheckpointError, TrainError
+from miles.errors import CheckpointError, NotFiniteError, TrainError
 from miles.model.decoder import Decoder
 from miles.model.flops import forward_flops
 from miles.model.names import to_hf
@@ -99,7 +100,7 @@ class LocalTrainer:
             assert newest <= weight_version, f"sample {sample.index} has weight version {newest}, now {weight_version}"
         self._check_kept_sets(samples)
         with self._timers.span("data_preprocess"):
-            batch = token_batch(canonical_order(samples), self.device)
+            batch, num_broken = self._batch(canonical_order(samples))
             advantages_S, scored_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
             age = self._note_age(samples, weight_version)
@@ -119,10 +120,13 @@ class LocalTrainer:
             records.append(record)
             step_scores.append(values)
         records[0] |= checked
+        records[0]["train/num_not_finite"] += num_broken
         if self.config.checks.ci_test and not self.config.checks.ci_disable_kl_checker and "train/ppo_kl" in records[0]:
             check_rollout(records[0], detached=inputs.old_log_probs_R is None, dtype=self.model.head_weight.dtype)
         scores = {name: torch.cat([values[name] for values in step_scores]) for name in ("log_probs", "entropy")}
-        if judged.tokens.policy_R is not None and judged.entropy_R is not None:
+        if any(record["train/num_not_finite"] and record["train/num_skipped_steps"] for record in records):
+            scores = {}
+        elif judged.tokens.policy_R is not None and judged.entropy_R is not None:
             scores = {"log_probs": judged.tokens.policy_R, "entropy": judged.entropy_R}
         rollout = self._rollout_metrics(batch, advantages_S, inputs, judged, scores)
         rollout["rollout/max_sample_age"] = float(age)
@@ -197,6 +201,21 @@ class LocalTrainer:
             num_samples = len(batch.samples)
             return torch.zeros(num_samples, dtype=torch.float64), torch.ones(num_samples, dtype=torch.bool)
         return sample_advantages(batch.samples, self.config)
+
+    def _batch(self, samples: Sequence[TrainSample]) -> tuple[TokenBatch, int]:
+        """The trained tokens, and how many samples were left out because the engine's log-probs are not finite."""
+        try:
+            return token_batch(samples, self.device), 0
+        except NotFiniteError as error:
+            self._skip(error, "they are left out")
+            broken = error.samples
+        kept = [replace(s, loss_mask=[0] * s.response_length) if s.index in broken else s for s in samples]
+        return token_batch(kept, self.device), len(broken)
+
+    def _skip(self, error: NotFiniteError, consequence: str) -> None:
+        if self.config.checks.on_not_finite == "stop":
+            raise error
+        logger.warning(f"{error}; {consequence} (--on-not-finite skip)")
 
     def _check_packing(self, batch: TokenBatch) -> dict[str, float]:
         """Once in a process. A resumed run reports only what it would have reported without the stop."""
@@ -289,20 +308,31 @@ class LocalTrainer:
             "train/num_micro_batches": 0,
             "train/tflop": 0.0,
             "train/num_skipped_steps": 1,
+            "train/num_not_finite": 0,
         }
+        nothing_R = torch.empty(0, device=self.device)
         if batch.num_tokens == 0:
-            nothing_R = torch.empty(0, device=self.device)
             return record, {"log_probs": nothing_R, "entropy": nothing_R}
+        try:
+            return self._update(batch, inputs, record, updates=updates)
+        except NotFiniteError as error:
+            self._skip(error, "the optimizer step is skipped")
+            record["train/num_not_finite"] = max(len(error.samples), 1)
+            return record, {"log_probs": nothing_R, "entropy": nothing_R}
+
+    def _update(
+        self, batch: TokenBatch, inputs: TokenInputs, record: dict[str, float], *, updates: bool
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
         weights_R = make_weights(batch.lengths_S, batch.samples, self.config, reducer=self._hooks.reducer)
         if self.critic is not None:
-            record |= self._step_critic(batch, inputs, weights_R)
+            record = record | self._step_critic(batch, inputs, weights_R)
         learning = self._learning(inputs) if updates else []
         watched = sorted(set(range(len(batch.samples))) - set(learning))
         packed = self._pack(batch, learning, learns=True) + self._pack(batch, watched, learns=False)
         work = StepWork(batch, packed, inputs, weights_R)
         with self._timers.span("actor_train"):
             result = self._learner.step(work, updates=updates)
-        record |= loss_metrics(result.loss_values, weights_R, batch)
+        record = record | loss_metrics(result.loss_values, weights_R, batch)
         if batch.rollout_log_probs_R is not None:
             record |= gap_metrics(self._learner.trainer_log_probs(work, result), batch.rollout_log_probs_R, weights_R)
         record |= {

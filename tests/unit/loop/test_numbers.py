@@ -53,6 +53,14 @@ def test_training_speed_counts_what_was_executed(hardware):
         names.check(name)
 
 
+def test_a_rollout_without_a_trained_token_has_no_training_speed(hardware):
+    seconds = {"rollout": 3.0, "train": 1.0, "actor_train": 0.0, "log_probs": 0.0}
+    perf = trainer_perf(
+        [[sample(5, 2)]], TrainResult({}, [{"train/tflop": 0.0}], {}), seconds=seconds, hardware=hardware
+    )
+    assert perf["perf/step_time"] == 4.0 and "perf/actor_train_tflops" not in perf
+
+
 def test_the_record_of_a_rollout_is_the_mean_of_its_steps_and_the_number_of_the_last():
     steps = [{"train/loss": 1.0, "train/step": 6.0}, {"train/loss": 3.0, "train/step": 7.0, "train/kl_loss": 0.5}]
     assert step_means(steps) == {"train/loss": 2.0, "train/step": 7.0, "train/kl_loss": 0.5}

@@ -343,6 +343,56 @@ def test_gradient_that_is_not_finite_names_the_samples(make_model, make_config, 
     assert_same_state(trainer.save(), before)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_a_step_that_is_not_finite_is_skipped_when_asked_to(
+    make_model, make_config, make_samples, caplog, estimator
+) -> None:
+    """Two steps, the first poisoned: the second is made as if it were alone, and the run goes on."""
+    poisoned = 22
+    samples = make_samples(num_groups=4)
+    for sample in samples:
+        sample.tokens = [token % poisoned for token in sample.tokens]
+    clean = copy.deepcopy(samples)
+    samples[4].tokens[0] = poisoned
+    flags = {"lr": 0.1, "global_batch_size": 8, "advantage_estimator": estimator, "on_not_finite": "skip"}
+    flags |= {"use_rollout_logprobs": True, "ci_disable_kl_checker": True, "num_critic_only_steps": 0}
+    outcomes = []
+    for given in (samples, clean[8:]):
+        critic = make_model(seed=4, tied_head=False) if estimator == "ppo" else None
+        trainer = LocalTrainer(make_model(tied_head=False), None, make_config(**flags), total_steps=2, critic=critic)
+        with torch.no_grad():
+            trainer.model.embedding.weight[poisoned] = math.nan
+        result = trainer.train(given, rollout_id=0, weight_version=0)
+        outcomes.append((result, trainer.optimizer.num_updates))
+        numbers = [*result.rollout.values(), *(value for step in result.steps for value in step.values())]
+        assert all(math.isfinite(number) for number in numbers)
+        for name in (name for step in result.steps for name in step):
+            check(name)
+    (result, num_updates), (alone, _) = outcomes
+    assert num_updates == 1
+    assert [step["train/num_skipped_steps"] for step in result.steps] == [1, 0]
+    assert [step["train/num_not_finite"] for step in result.steps] == [1, 0]
+    assert "loss of samples 4 is not finite" in caplog.text and "--on-not-finite skip" in caplog.text
+    if estimator == "grpo":
+        expected = alone.steps[0] | {"train/step": 1, "train/lr-pg_0": 0.1}
+        assert {name: result.steps[1][name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_answers_whose_engine_log_probs_are_not_finite_are_left_out(make_model, make_config, make_samples) -> None:
+    samples, masked = make_samples(), make_samples()
+    samples[3].rollout_log_probs = [math.nan] * samples[3].response_length
+    masked[3].loss_mask = [0] * masked[3].response_length
+    strict = LocalTrainer(make_model(), None, make_config(lr=0.1), total_steps=1)
+    with pytest.raises(TrainError, match="log-probs of samples 3 are not finite"):
+        strict.train(samples, rollout_id=0, weight_version=0)
+    trainer = LocalTrainer(make_model(), None, make_config(lr=0.1, on_not_finite="skip"), total_steps=1)
+    result = trainer.train(samples, rollout_id=0, weight_version=0)
+    other = LocalTrainer(make_model(), None, make_config(lr=0.1), total_steps=1)
+    expected = other.train(masked, rollout_id=0, weight_version=0)
+    assert result.steps[0] == expected.steps[0] | {"train/num_not_finite": 1}
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True))
+
+
 def assert_same_state(ours, theirs) -> None:
     assert json.dumps(ours[1]) == json.dumps(theirs[1])
     for stem in theirs[0]:
