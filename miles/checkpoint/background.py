@@ -13,6 +13,7 @@ from torch import Tensor
 
 from miles.checkpoint.keep import NOTE, Keep, prune
 from miles.checkpoint.save import save_checkpoint
+from miles.config.lora_section import LoraConfig
 from miles.observe.log import get_logger
 
 # Free memory that a copy of the state must leave, as a multiple of the copy: writing takes memory too.
@@ -36,9 +37,11 @@ class Saver:
     which raise the `StorageError` of a save that failed. Belongs to one thread.
     """
 
-    def __init__(self, root: Path, *, model_source: Path, keep: Keep, background: bool) -> None:
+    def __init__(
+        self, root: Path, *, model_source: Path, keep: Keep, background: bool, lora: LoraConfig | None = None
+    ) -> None:
         self._root = root
-        self._model_source = model_source
+        self._model_source, self._lora = model_source, lora
         self._keep = keep
         self._background = background
         self._thread: threading.Thread | None = None
@@ -85,7 +88,9 @@ class Saver:
             self._error = error
 
     def _write(self, iteration: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> Saved:
-        path = save_checkpoint(self._root, iteration, tensors=tensors, state=state, model_source=self._model_source)
+        path = save_checkpoint(
+            self._root, iteration, tensors=tensors, state=state, model_source=self._model_source, lora=self._lora
+        )
         is_temporary = bool(state.get(NOTE, {}).get("temporary"))
         return Saved(path, iteration, prune(self._root, self._keep), is_temporary)
 

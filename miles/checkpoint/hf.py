@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,24 @@ def export_hf(
     when it is whole; an earlier export there is replaced. Raises `CheckpointError` when `target` holds something that
     is not a model, `StorageError` when writing fails.
     """
+    with new_folder(target) as folder:
+        _write_config(folder, source, dtype)
+        for name in _COPIED_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        _write_weights(folder, tensors, dtype, max_shard_bytes)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder that gets the name `target`, in the place of an earlier export there, when all went well."""
     check_export_target(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
             folder = Path(scratch) / "new"
             folder.mkdir()
-            _write_config(folder, source, dtype)
-            for name in _COPIED_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, folder / name)
-            _write_weights(folder, tensors, dtype, max_shard_bytes)
+            yield folder
             if target.exists():
                 target.rename(Path(scratch) / "old")
             folder.rename(target)
@@ -67,7 +75,8 @@ def export_hf(
 
 def check_export_target(target: Path) -> None:
     """Raise `CheckpointError` when `target` holds something that is not a model: an export would destroy it."""
-    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+    is_export = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if target.exists() and not is_export and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not a model folder; choose another folder for the export")
 
 
@@ -76,7 +85,7 @@ def _write_config(folder: Path, source: Path, dtype: torch.dtype) -> None:
     # transformers 5 writes `dtype`, older versions `torch_dtype`; both are still read.
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
 
 
 def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> None:
@@ -100,8 +109,8 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
     if len(shards) > 1:
         total_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

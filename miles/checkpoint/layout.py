@@ -1,6 +1,7 @@
 """Where things are in a checkpoint folder, and what makes one complete.
 
-    ROOT/iter_0000012/model/                    Hugging Face folder with the float32 master weights
+    ROOT/iter_0000012/model/                    Hugging Face folder with the float32 master weights; of LoRA only
+                     /adapter/                  PEFT folder with the float32 adapters
                      /optimizer.safetensors     and further tensors, one file per kind
                      /state.json                counters, schedule, RNG; size and CRC-32 of every other file
         /latest_checkpointed_iteration.txt      `12`
@@ -25,6 +26,7 @@ from miles.observe.atomic import sync, write_atomically
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STATE_NAME = "state.json"
 MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "adapter"
 FORMAT = 1
 
 REPLACED = "replaced-"

@@ -56,9 +56,9 @@ def load_checkpoint(root: Path) -> LoadedCheckpoint | None:
     return LoadedCheckpoint(path, manifest.iteration, _read_tensors(path, manifest), manifest.state)
 
 
-def weights_folder(folder: Path) -> Path:
+def weights_folder(folder: Path, part: str = layout.MODEL_FOLDER) -> Path:
     """The model folder in a run folder, a folder of checkpoints (the one its tracker names) or one checkpoint; another
-    folder is taken for a model folder. Raises `CheckpointError` when the checkpoint is damaged."""
+    folder is taken for a model folder. Raises `CheckpointError` when the checkpoint is damaged or lacks this `part`."""
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     iteration = layout.read_tracker(root)
     if iteration is not None:
@@ -66,7 +66,12 @@ def weights_folder(folder: Path) -> Path:
     if not (folder / layout.STATE_NAME).is_file():
         return folder
     layout.verify(folder, layout.read_manifest(folder))
-    return folder / layout.MODEL_FOLDER
+    if not (folder / part).is_dir():
+        raise CheckpointError(
+            f"{folder} has no {part}: a LoRA run saves its adapter only (--lora-adapter-path takes it, and "
+            "`miles convert` merges it into the weights), another run its model only (--init-from takes it)"
+        )
+    return folder / part
 
 
 def _read_tensors(folder: Path, manifest: layout.Manifest) -> dict[str, dict[str, Tensor]]:

@@ -20,6 +20,8 @@ from torch import Tensor
 from miles.checkpoint import layout
 from miles.checkpoint.hf import export_hf
 from miles.checkpoint.layout import Manifest
+from miles.checkpoint.peft import export_adapter
+from miles.config.lora_section import LoraConfig
 from miles.errors import CheckpointError, StorageError
 from miles.observe.atomic import sync
 
@@ -34,12 +36,14 @@ def save_checkpoint(
     tensors: Mapping[str, dict[str, Tensor]],
     state: dict[str, Any],
     model_source: Path,
+    lora: LoraConfig | None = None,
 ) -> Path:
     """Save `tensors` by file stem and the JSON `state` as the checkpoint of `iteration` (rollouts done).
 
     `tensors["model"]` has Hugging Face names and becomes a folder that `transformers` loads; config and tokenizer come
-    from `model_source`. Everything is on disk on return. Raises `StorageError` when it cannot be written; the
-    checkpoint before this one is then still the one to resume from.
+    from `model_source`. In its place there can be `tensors["adapter"]`, with the PEFT names of `lora`. Everything is on
+    disk on return. Raises `StorageError` when it cannot be written; the checkpoint before this one is then still the
+    one to resume from.
     """
     temporary = layout.temporary_path(root, iteration, pid=os.getpid())
     try:
@@ -52,6 +56,9 @@ def save_checkpoint(
         for stem, content in tensors.items():
             if stem == layout.MODEL_FOLDER:
                 export_hf(temporary / stem, source=model_source, tensors=content, dtype=torch.float32)
+            elif stem == layout.ADAPTER_FOLDER:
+                assert lora is not None, "adapters have settings"
+                export_adapter(temporary / stem, source=model_source, tensors=content, lora=lora)
             else:
                 save_file(content, temporary / f"{stem}.safetensors")
         # As a load will see it: tuples become lists.

@@ -72,6 +72,7 @@ def _unused(config: RunConfig) -> list[tuple[bool, tuple[str, ...], str]]:
     evals = tuple(name for name, flag in FLAGS.items() if flag.section == "eval" and name != "eval_interval")
     rewards = tuple(name for name, flag in FLAGS.items() if flag.section == "reward")
     critic = tuple(name for name, flag in FLAGS.items() if flag.section == "critic" and flag.effect != SATISFIED)
+    lora = tuple(name for name, flag in FLAGS.items() if flag.section == "lora" and name != "lora_rank")
     custom = reward.custom_rm_path is not None
     constant = config.optim.lr_decay_style == "constant"
     supervised = algorithm.loss_type == "sft_loss"
@@ -92,6 +93,7 @@ def _unused(config: RunConfig) -> list[tuple[bool, tuple[str, ...], str]]:
         (not algorithm.use_score_centering, ("score_centering_top_k",), "--use-score-centering is off"),
         (not algorithm.use_opd, ("opd_kl_coef",), "--use-opd is off"),
         (algorithm.advantage_estimator != "ppo", critic, "--advantage-estimator is not ppo"),
+        (not config.lora.is_on, lora, "--lora-rank is 0"),
         (constant, ("min_lr", "lr_decay_iters"), "--lr-decay-style is constant"),
         (
             algorithm.disable_rewards_normalization,
@@ -108,6 +110,11 @@ def _decisions(config: RunConfig) -> Iterator[str]:
         "Weights: one copy. Engine and trainer share the device, dtype and every version, so the engine reads the "
         "tensors that the optimizer updates."
     )
+    if config.lora.is_on:
+        yield (
+            f"Training: adapters of rank {config.lora.lora_rank} only. All other weights are frozen; with the adapters "
+            "off they are the reference model, unless --ref-load names another."
+        )
     total, size = samples_per_rollout(config), config.batch.global_batch_size
     assert size is not None, "explain needs resolved settings"
     steps = total // size

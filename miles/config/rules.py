@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
+from miles.config.lora_section import MODULES, module_names
 from miles.config.loss_rules import loss_violations
 from miles.config.memory_section import memory_violations
 from miles.config.resolve import samples_per_rollout
@@ -211,6 +212,22 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         yield "--dtype bfloat16 needs a GPU: on a CPU everything is float32"
 
 
+def _lora(config: RunConfig) -> Iterator[str]:
+    lora = config.lora
+    if not lora.is_on:
+        for name, flag in FLAGS.items():
+            if flag.section == "lora" and flag.effect != SATISFIED and flatten(config)[name] != flag.default:
+                yield f"{flag.spelling} would be ignored: add --lora-rank, such as --lora-rank 16"
+        return
+    for name in ("target_modules", "exclude_modules"):
+        for module in module_names(flatten(config)[name]):
+            if module.isidentifier() and module not in MODULES:
+                known = (*MODULES, "all-linear")
+                yield f"{spelling(name)}: {module!r} gets no adapter{closest(module, known)}; known: {', '.join(known)}"
+    if not module_names(lora.target_modules):
+        yield "--target-modules is empty: LoRA would train nothing"
+
+
 def _evaluation(config: RunConfig) -> Iterator[str]:
     sets = config.eval.eval_prompt_data
     names = sets[::2]
@@ -309,6 +326,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     loss_violations,
     _optimizer,
     lambda config: memory_violations(config.memory, adam_state=config.optim.adam_state),
+    _lora,
     _evaluation,
     _checkpoints,
     _layout,

@@ -22,6 +22,7 @@ from miles.config.fields import (
     flag,
 )
 from miles.config.hook_section import HookConfig
+from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
 from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
@@ -468,6 +469,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     checks: CheckConfig = field(default_factory=CheckConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

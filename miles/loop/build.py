@@ -18,7 +18,9 @@ from pathlib import Path
 from miles.checkpoint.background import Saver
 from miles.checkpoint.hf import check_export_target
 from miles.checkpoint.keep import Keep
+from miles.checkpoint.layout import ADAPTER_FOLDER
 from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_folder
+from miles.checkpoint.peft import load_adapter
 from miles.checkpoint.save import saving_to
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
@@ -39,6 +41,7 @@ from miles.loop.tracking import check_tracking, follow
 from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
+from miles.model.lora import add_lora, num_adapter_parameters
 from miles.model.spec import ModelSpec, load_spec
 from miles.observe.gate import GATE
 from miles.observe.gpu import measure_rates
@@ -177,17 +180,16 @@ def _assemble(
     logger.info(placement.describe())
     report_at_start(config, spec, tokenizer, placement, save=folder.save, schedule=schedule)
     start_folder = _start_folder(config, model_folder, spec)
-    model = _load_weights(start_folder, spec, placement)
+    model = _load_policy(config, start_folder, spec, placement)
     trainer = LocalTrainer(
         model,
-        _load_reference(config, start_folder, spec, placement),
+        _load_reference(config, model, start_folder, placement),
         config,
         total_steps=schedule.num_steps,
         teacher=_load_teacher(config, spec, placement),
         critic=_load_critic(config, start_folder, spec, placement),
     )
-    saver = Saver(folder.save, model_source=model_folder, keep=_keep(config), background=config.run_dir.async_save)
-    stack.callback(saver.close)
+    saver = _saver(config, folder, start_folder if config.lora.is_on else model_folder, stack)
     metrics = MetricsWriter(folder.path, first_step=None if loaded is None else loaded.iteration)
     stack.callback(metrics.close)
     follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
@@ -201,6 +203,7 @@ def _assemble(
         folder=folder,
         context=context,
         model_folder=model_folder,
+        start_folder=start_folder,
         placement=placement,
         hardware=Hardware(spec, placement.dtype.itemsize, measure_rates(placement.device, placement.dtype)),
         schedule=schedule,
@@ -237,8 +240,12 @@ def _load_checkpoint(folder: RunFolder) -> LoadedCheckpoint | None:
     return other
 
 
-def _keep(config: RunConfig) -> Keep:
-    return Keep(last=config.run_dir.save_keep_last, best=config.run_dir.save_keep_best)
+def _saver(config: RunConfig, folder: RunFolder, model_source: Path, stack: ExitStack) -> Saver:
+    keep = Keep(last=config.run_dir.save_keep_last, best=config.run_dir.save_keep_best)
+    background = config.run_dir.async_save
+    saver = Saver(folder.save, model_source=model_source, keep=keep, background=background, lora=config.lora)
+    stack.callback(saver.close)
+    return saver
 
 
 def _start_folder(config: RunConfig, model_folder: Path, spec: ModelSpec) -> Path:
@@ -317,13 +324,34 @@ def _load_weights(folder: Path, spec: ModelSpec, placement: Placement) -> Decode
     return model
 
 
-def _load_reference(config: RunConfig, start: Path, policy: ModelSpec, placement: Placement) -> Decoder | None:
-    """The model of the KL term: frozen, the start weights unless `--ref-load` names others."""
+def _load_policy(config: RunConfig, start: Path, spec: ModelSpec, placement: Placement) -> Decoder:
+    """The trained model; with LoRA with adapters, fresh or from `--lora-adapter-path`."""
+    model = _load_weights(start, spec, placement)
+    if not config.lora.is_on:
+        return model
+    add_lora(model, config.lora, seed=config.optim.seed)
+    if config.lora.lora_adapter_path is not None:
+        path = Path(config.lora.lora_adapter_path).expanduser()
+        if not path.is_dir():
+            raise CheckpointError(f"--lora-adapter-path {path} is no folder; expected a PEFT adapter or a checkpoint")
+        load_adapter(model, weights_folder(path, ADAPTER_FOLDER))
+    num, rank = num_adapter_parameters(spec, config.lora), config.lora.lora_rank
+    logger.info(f"LoRA of rank {rank}: {num:,} parameters are trained, {num / spec.num_parameters:.2%} of the model's")
+    return model
+
+
+def _load_reference(config: RunConfig, policy: Decoder, start: Path, placement: Placement) -> Decoder | None:
+    """The model of the KL term: frozen, the start weights unless `--ref-load` names others. With LoRA the policy itself
+    holds its start weights, and no second copy is made of them."""
     if not config.algorithm.use_kl_loss and config.algorithm.kl_coef == 0.0:
         return None
-    if config.model.ref_load is None:
-        return _load_weights(start, policy, placement).requires_grad_(False)
-    return _load_scorer(config.model.ref_load, policy, placement, flag="--ref-load").requires_grad_(False)
+    named = config.model.ref_load
+    is_start = named is None or resolve_model(named, flag="--ref-load").resolve() == start.resolve()
+    if config.lora.is_on and is_start:
+        return policy
+    if named is None:
+        return _load_weights(start, policy.spec, placement).requires_grad_(False)
+    return _load_scorer(named, policy.spec, placement, flag="--ref-load").requires_grad_(False)
 
 
 def _load_teacher(config: RunConfig, student: ModelSpec, placement: Placement) -> Decoder | None:

@@ -19,6 +19,7 @@ from miles.engine.memory import available_bytes
 from miles.errors import StorageError
 from miles.loop.placement import Placement
 from miles.loop.schedule import Schedule
+from miles.model.lora import num_adapter_parameters
 from miles.model.spec import ModelSpec
 from miles.observe.environment import driver_version
 from miles.observe.log import get_logger
@@ -109,7 +110,8 @@ def labels(prompts: Sequence[Sample], problems: Sequence[str | None]) -> Verdict
 
 def disk(config: RunConfig, spec: ModelSpec, save: Path, schedule: Schedule) -> Verdict:
     """Room for the checkpoints that will be there at one time, the one being written included."""
-    one = spec.num_parameters * CHECKPOINT_BYTES + _SPARE_BYTES
+    trained = num_adapter_parameters(spec, config.lora) if config.lora.is_on else spec.num_parameters
+    one = trained * CHECKPOINT_BYTES + _SPARE_BYTES
     interval = config.run_dir.save_interval
     total = 1 if interval is None else -(-schedule.num_rollout // interval)
     if config.run_dir.save_keep_last is not None:
@@ -129,12 +131,15 @@ def disk(config: RunConfig, spec: ModelSpec, save: Path, schedule: Schedule) -> 
 def memory(config: RunConfig, spec: ModelSpec, placement: Placement) -> Verdict:
     """Weights, gradients and optimizer state of every model of the run against what is free."""
     algorithm = config.algorithm
-    num_scorers = int(algorithm.use_kl_loss or algorithm.kl_coef != 0) + int(algorithm.use_opd)
-    on_gpu = placement.device.type == "cuda"
-    per_parameter = (GPU_TRAIN_BYTES if on_gpu else CPU_TRAIN_BYTES) + num_scorers * placement.dtype.itemsize
+    on_gpu, width = placement.device.type == "cuda", placement.dtype.itemsize
+    train_bytes = GPU_TRAIN_BYTES if on_gpu else CPU_TRAIN_BYTES
+    shares_reference = config.lora.is_on and config.model.ref_load is None  # the policy without its adapters
+    has_reference = (algorithm.use_kl_loss or algorithm.kl_coef != 0) and not shares_reference
+    per_parameter = (has_reference + algorithm.use_opd) * width + (width if config.lora.is_on else train_bytes)
     if algorithm.advantage_estimator == "ppo":
-        per_parameter += GPU_TRAIN_BYTES if on_gpu else CPU_TRAIN_BYTES
-    needed, free = spec.num_parameters * per_parameter, available_bytes(placement.device)
+        per_parameter += train_bytes
+    adapters = num_adapter_parameters(spec, config.lora) * train_bytes if config.lora.is_on else 0
+    needed, free = spec.num_parameters * per_parameter + adapters, available_bytes(placement.device)
     data = {"needed_bytes": needed, "free_bytes": free}
     text = (
         f"{_gb(needed)} for weights, gradients and optimizer, {_gb(free)} free on the {'GPU' if on_gpu else 'machine'}"

@@ -80,7 +80,7 @@ def poison_gradient(run: Run) -> None:
                 set_reward(run, sample, number % 2)
 
     after_rewards(run, differ)
-    parameter = next(run.trainer.model.parameters())
+    parameter = next(parameter for parameter in run.trainer.model.parameters() if parameter.requires_grad)
     parameter.register_hook(lambda gradient: gradient * math.nan)
 
 

@@ -13,6 +13,7 @@ from miles.checkpoint.background import Saved, Saver
 from miles.checkpoint.hf import export_hf
 from miles.checkpoint.keep import NOTE, Note
 from miles.checkpoint.load import LoadedCheckpoint
+from miles.checkpoint.peft import export_adapter
 from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
@@ -60,6 +61,7 @@ class Run:
     folder: RunFolder
     context: WorkerContext
     model_folder: Path
+    start_folder: Path  # of the weights of a fresh start
     placement: Placement
     hardware: Hardware
     schedule: Schedule
@@ -319,7 +321,10 @@ def finish(run: Run) -> None:
         target = Path(run.config.run_dir.save_hf)
         with run.timers.span("export_hf"):
             tensors, _ = run.trainer.save()
-            export_hf(target, source=run.model_folder, tensors=tensors["model"], dtype=run.placement.dtype)
+            if run.config.lora.is_on:
+                export_adapter(target, source=run.start_folder, tensors=tensors["adapter"], lora=run.config.lora)
+            else:
+                export_hf(target, source=run.model_folder, tensors=tensors["model"], dtype=run.placement.dtype)
         logger.info(f"exported {target}")
     run.metrics.event("finish", step=run.num_done)
     logger.info(f"finished {run.num_done} of {run.schedule.num_rollout} rollouts")

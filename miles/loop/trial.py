@@ -191,7 +191,7 @@ def _scratch_run(config: RunConfig, folder: Path, *, num_prompts: int, **changes
     values = {
         "runs_dir": str(folder), "run_name": "trial", "save": str(folder / "save"), "load": str(folder / "save"),
         "save_hf": None, "num_rollout": 1, "num_epoch": None, "rollout_batch_size": num_prompts,
-        "lr": 0.0, "min_lr": 0.0, "lr_warmup_init": 0.0, "critic_lr": 0.0,
+        "lora_dropout": 0.0, "lr": 0.0, "min_lr": 0.0, "lr_warmup_init": 0.0, "critic_lr": 0.0,
         "eval_interval": None, "eval_prompt_data": (), "eval_config": None, "eval_function_path": None,
         "max_logprob_gap": 0.0, "num_steps_per_rollout": None, "over_sampling_batch_size": None,
         "dynamic_sampling_filter_path": None, "partial_rollout": False, "mask_offpolicy_in_partial_rollout": False,

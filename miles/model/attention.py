@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device) if spec.qk_norm else None
 
     def forward(self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext) -> Tensor:
-        qkv, norm, cache = self.qkv(x_TD), self._norm(), context.cache
+        qkv, norm, cache = self.qkv(x_TD, context), self._norm(), context.cache
         if cache is None:
             q_TNH, k_TKH, v_TKH = rotated_heads(qkv, self.num_kv_heads, self.head_dim, norm, cos_T1H, sin_T1H)
             buckets = context.buckets if uses_buckets(q_TNH) else None
@@ -41,7 +41,7 @@ class Attention(nn.Module):
             k_cache, v_cache = cache.k_caches[self.layer], cache.v_caches[self.layer]
             q_TNH = store_rotated_heads(qkv, norm, cos_T1H, sin_T1H, cache.slots_T, k_cache, v_cache)
             out_TNH = paged_attention(q_TNH, k_cache, v_cache, cache, self.scale)
-        return self.output(out_TNH.flatten(1))
+        return self.output(out_TNH.flatten(1), context)
 
     def _norm(self) -> HeadNorm:
         if self.q_norm is None or self.k_norm is None:

@@ -20,12 +20,16 @@ class ForwardContext:
     `positions_T` (int64) are positions in each token's own sequence; `cu_seqlens` (int32, sequences + 1) the borders in
     T; `max_seqlen` the longest sequence. With a `cache` the tokens are new ones of sequences whose beginning is stored:
     each layer stores their keys and values and attends over the cache; without one the batch is all there is.
+    Without `adapter` a model with LoRA computes what it did before. A `dropout_seed` is the key of the dropout of this
+    pass; None drops nothing.
     """
 
     positions_T: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     cache: PagedView | None = None
+    adapter: bool = True
+    dropout_seed: int | None = None
 
     @cached_property
     def buckets(self) -> LengthBuckets:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from miles.config.lora_section import LoraConfig
 from miles.model.attention import Attention
 from miles.model.context import ForwardContext
 from miles.model.layers import Linear, RmsNorm
@@ -57,13 +58,14 @@ class DecoderLayer(nn.Module):
             normed_TD, x_TD = self.attention_norm.after_adding(x_TD, added_TD)
         attended_TD = self.attention(normed_TD, cos_T1H, sin_T1H, context)
         normed_TD, x_TD = self.mlp_norm.after_adding(x_TD, attended_TD)
-        return x_TD, self.mlp(normed_TD)
+        return x_TD, self.mlp(normed_TD, context)
 
 
 class Decoder(nn.Module):
     """Token ids to final hidden states. Parameters start uninitialised: `load_model` makes a usable one."""
 
     rope_table_SH: Tensor
+    lora: LoraConfig | None = None  # set by `lora.py: add_lora`
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from miles.model.context import ForwardContext
 from miles.ops.matmul import linear
 from miles.ops.norm import add_rms_norm, rms_norm
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`."""
+    """`x @ weight.T + bias`, plus what `lora` adds (`lora.py`) where there is one."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
@@ -18,9 +19,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device)) if bias else None
+        self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        out = linear(x, self.weight, self.bias)
+        return out if self.lora is None or not context.adapter else self.lora(out, x, context)
 
 
 class RmsNorm(nn.Module):

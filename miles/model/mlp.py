@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from miles.model.context import ForwardContext
 from miles.model.layers import Linear
 from miles.model.spec import ModelSpec
 from miles.ops.activation import silu_mul
@@ -19,5 +20,5 @@ class Mlp(nn.Module):
         self.gate_up = Linear(hidden, 2 * inner, bias=spec.mlp_bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden, bias=spec.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x_TD)))
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x_TD, context)), context)

@@ -12,6 +12,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """`total + scale * x @ weight.T`, added in place: one product that starts from `total`."""
+    return total.addmm_(x, weight.t(), alpha=scale)
+
+
 def project_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits `x @ weight.T` in float32 (T x V), never rounded to the dtype of the weights on the way.
 

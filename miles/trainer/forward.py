@@ -8,8 +8,10 @@ T: tokens fed to the decoder; R: trained tokens; K: ids scored of a token; D: hi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +30,19 @@ class Scorer:
     chunk_size: int
 
     def score(
-        self, model: Decoder, micro_batch: MicroBatch, also_ids_RK: Tensor | None = None
+        self,
+        model: Decoder,
+        micro_batch: MicroBatch,
+        also_ids_RK: Tensor | None = None,
+        *,
+        adapter: bool = True,
+        dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of each trained token, in the order of `micro_batch.places_R`, and the log-probs of
-        other ids at the same places."""
+        other ids at the same places. `adapter` and `dropout_seed` are those of `ForwardContext`."""
         targets_R1 = micro_batch.targets_R[:, None]
         log_probs_RK, entropy_R = token_log_probs(
-            self._hidden(model, micro_batch),
+            self._hidden(model, micro_batch, adapter=adapter, dropout_seed=dropout_seed),
             model.head_weight,
             targets_R1 if also_ids_RK is None else torch.cat((targets_R1, also_ids_RK), 1),
             temperature=self.temperature,
@@ -45,9 +53,12 @@ class Scorer:
         return log_probs_RK[:, 0], entropy_R, None if also_ids_RK is None else log_probs_RK[:, 1:]
 
     @torch.no_grad()
-    def score_all(self, model: Decoder, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    def score_all(
+        self, model: Decoder, micro_batches: Sequence[MicroBatch], *, adapter: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of all tokens of a batch, in its flat order."""
-        log_probs, entropies, _ = zip(*(self.score(model, micro_batch) for micro_batch in micro_batches), strict=True)
+        scored = [self.score(model, micro_batch, adapter=adapter) for micro_batch in micro_batches]
+        log_probs, entropies, _ = zip(*scored, strict=True)
         return in_flat_order(micro_batches, log_probs), in_flat_order(micro_batches, entropies)
 
     @torch.no_grad()
@@ -69,7 +80,7 @@ class Scorer:
         )
         return TopLogProbs(in_flat_order(micro_batches, ids), in_flat_order(micro_batches, log_probs))
 
-    def _hidden(self, model: Decoder, micro_batch: MicroBatch) -> Tensor:
-        hidden_TD = model(micro_batch.input_ids_T, micro_batch.context)
+    def _hidden(self, model: Decoder, micro_batch: MicroBatch, **lora: Any) -> Tensor:
+        hidden_TD = model(micro_batch.input_ids_T, dataclasses.replace(micro_batch.context, **lora))
         # The backward pass of index_select is one scatter; that of indexing is a sort.
         return hidden_TD.index_select(0, micro_batch.rows_R)

@@ -34,7 +34,10 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The models that judge a rollout; None where the flags ask for none."""
+    """The models that judge a rollout; None where the flags ask for none.
+
+    A reference that is the policy itself is the policy without its adapters: what it was before LoRA.
+    """
 
     policy: Decoder
     reference: Decoder | None
@@ -64,7 +67,8 @@ class Judge:
                 policy_R, entropy_R = self.scorer.score_all(self.policy, micro_batches)
         if self.reference is not None:
             with timers.span("ref_log_probs"):
-                ref_R, _ = self.scorer.score_all(self.reference, micro_batches)
+                adapter = self.reference is not self.policy
+                ref_R, _ = self.scorer.score_all(self.reference, micro_batches, adapter=adapter)
         if self.teacher is not None:
             with timers.span("teacher_log_probs"):
                 if self.config.opd_log_prob_top_k > 0:

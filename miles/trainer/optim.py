@@ -1,8 +1,9 @@
 """AdamW on float32 masters, gradient clipping and the learning-rate schedule.
 
-A float32 parameter is its own master. A 16-bit parameter has a float32 master, and its gradient is summed over the
-micro-batches in float32 (`Tensor.grad_dtype`): with the two Adam moments 2 + 4 + 4 + 8 = 18 bytes a parameter. Nothing
-here ever replaces the storage of a parameter.
+Parameters that need no gradient are left alone. A float32 parameter is its own master, unless it is a view into a
+larger tensor: the fused update wants adjoining numbers. A 16-bit parameter has a float32 master, and its gradient is
+summed over the micro-batches in float32 (`Tensor.grad_dtype`): with the two Adam moments 2 + 4 + 4 + 8 = 18 bytes a
+parameter. Nothing here ever replaces the storage of a parameter.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def learning_rate(config: OptimConfig, step: int, *, total_steps: int) -> float:
 
 
 class Optimizer:
-    """Owns masters, gradients and moments of a model's parameters."""
+    """Owns masters, gradients and moments of a model's trainable parameters."""
 
     def __init__(self, model: nn.Module, config: OptimConfig, *, total_steps: int) -> None:
         self.config = config
         self.total_steps = total_steps
         self.num_updates = 0
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {name: _master(p) for name, p in self.parameters.items()}
         for name, master in self.masters.items():
             self.parameters[name].grad_dtype = master.dtype
@@ -145,4 +146,7 @@ class Optimizer:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter if parameter.dtype.itemsize >= 4 else nn.Parameter(parameter.detach().float())
+    if parameter.dtype.itemsize >= 4 and parameter.is_contiguous():
+        return parameter
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return nn.Parameter(parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))

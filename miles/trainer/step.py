@@ -79,12 +79,20 @@ class Learner:
         places_R = micro_batch.places_R
         with torch.set_grad_enabled(micro_batch.learns):
             inputs = work.inputs.take(places_R, micro_batch.lengths_S)
-            log_probs_R, entropy_R, also_RK = self.scorer.score(self.model, micro_batch, inputs.also_ids())
+            seed = self.new_dropout_seed() if micro_batch.learns else None
+            log_probs_R, entropy_R, also_RK = self.scorer.score(
+                self.model, micro_batch, inputs.also_ids(), dropout_seed=seed
+            )
             values = self.loss(log_probs_R, entropy_R, inputs.with_policy_at(also_RK), self.config)
             if micro_batch.learns:
                 (values["loss"] * work.weights_R[places_R]).sum().backward()
         scored = {"log_probs": log_probs_R, "entropy": entropy_R, **values}
         return {name: value_R.detach() for name, value_R in scored.items()}
+
+    def new_dropout_seed(self) -> int | None:
+        """For the next training pass of adapters with dropout; its generator is saved and resumed."""
+        lora = self.model.lora
+        return None if lora is None or lora.lora_dropout == 0 else int(torch.randint(2**62, ()))
 
     def trainer_log_probs(self, work: StepWork, result: StepResult) -> Tensor:
         """What the engine's log-probs are compared with: the trainer's before the first update of the rollout, where

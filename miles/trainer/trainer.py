@@ -10,7 +10,6 @@ import base64
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from miles.config.sections import BatchConfig, RunConfig
 from miles.errors import CheckpointError, NotFiniteError, TrainError
 from miles.model.decoder import Decoder
 from miles.model.flops import forward_flops
+from miles.model.lora import to_peft
 from miles.model.names import to_hf
 from miles.observe.log import get_logger
 from miles.observe.timers import Timers
@@ -134,7 +134,7 @@ class LocalTrainer:
         return TrainResult(rollout, records, seconds)
 
     def save(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Float32 masters and Adam moments under Hugging Face names, the critic's too, and a JSON state.
+        """Float32 masters and Adam moments of what is trained, by published names, the critic's too, and a JSON state.
 
         The tensors are the live ones: write them before the next call of `train`.
         """
@@ -155,7 +155,8 @@ class LocalTrainer:
         live = self._live_tensors()
         if missing := [stem for stem in live if stem not in tensors]:
             raise CheckpointError(
-                f"the checkpoint has no {' and no '.join(missing)}: it is of a run with another --advantage-estimator"
+                f"the checkpoint has no {' and no '.join(missing)}: it is of a run with another --advantage-estimator "
+                "or --lora-rank"
             )
         pairs = [pair for stem, targets in live.items() for pair in _matching(stem, targets, tensors[stem])]
         for target, source in pairs:
@@ -190,11 +191,15 @@ class LocalTrainer:
         return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
     def _live_tensors(self) -> dict[str, dict[str, Tensor]]:
-        spec = self.model.spec
         masters = {name: master.detach() for name, master in self.optimizer.masters.items()}
-        moments = self.optimizer.moments(partial(to_hf, spec))
+        moments = self.optimizer.moments(self._published)
         critic = {} if self.critic is None else self.critic.live_tensors()
-        return {"model": to_hf(spec, masters), "optimizer": moments, **critic}
+        what = "model" if self.model.lora is None else "adapter"
+        return {what: self._published(masters), "optimizer": moments, **critic}
+
+    def _published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Under the names that other programs know: all of the model, or its adapters when only they are trained."""
+        return to_hf(self.model.spec, tensors) if self.model.lora is None else to_peft(self.model, tensors)
 
     def _advantages(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         if not self.is_policy:
@@ -332,6 +337,7 @@ class LocalTrainer:
         work = StepWork(batch, packed, inputs, weights_R)
         with self._timers.span("actor_train"):
             result = self._learner.step(work, updates=updates)
+        passes = 3 if self.model.lora is None else 2  # frozen weights need no gradient
         record = record | loss_metrics(result.loss_values, weights_R, batch)
         if batch.rollout_log_probs_R is not None:
             record |= gap_metrics(self._learner.trainer_log_probs(work, result), batch.rollout_log_probs_R, weights_R)
@@ -339,7 +345,7 @@ class LocalTrainer:
             "train/grad_norm": result.grad_norm,
             "train/num_micro_batches": len(packed),
             "train/num_skipped_steps": int(not updates),
-            "train/tflop": (self._forward_flops(batch, watched) + 3 * self._forward_flops(batch, learning)) / 1e12,
+            "train/tflop": (self._forward_flops(batch, watched) + passes * self._forward_flops(batch, learning)) / 1e12,
         }
         return record, {"log_probs": result.log_probs_R, "entropy": result.entropy_R}
 
@@ -352,7 +358,7 @@ class LocalTrainer:
             )
 
     def _forward_flops(self, batch: TokenBatch, members: Sequence[int]) -> int:
-        """Of these samples; a backward pass takes twice as many."""
+        """Of these samples; a backward pass takes as many for the inputs, and for the weights, of the products."""
         lengths = [len(batch.samples[i].tokens) for i in members]
         num_head_tokens = sum(len(batch.targets[i].ids) for i in members)
         return forward_flops(self.model.spec, lengths, num_head_tokens=num_head_tokens)
