@@ -216,7 +216,8 @@ def _lora(config: RunConfig) -> Iterator[str]:
     lora = config.lora
     if not lora.is_on:
         for name, flag in FLAGS.items():
-            if flag.section == "lora" and flag.effect != SATISFIED and flatten(config)[name] != flag.default:
+            is_unread = flag.section == "lora" and name != "lora_rank" and flag.effect != SATISFIED
+            if is_unread and flatten(config)[name] != flag.default:
                 yield f"{flag.spelling} would be ignored: add --lora-rank, such as --lora-rank 16"
         return
     for name in ("target_modules", "exclude_modules"):

@@ -160,7 +160,7 @@ def state_of(run: Path) -> dict[str, Any]:
     root = run / "checkpoints"
     last = root / f"iter_{int((root / 'latest_checkpointed_iteration.txt').read_text()):07d}"
     return {
-        "model": load_file(last / "model" / "model.safetensors"),
+        "model": load_file(next(last.glob("*/*model.safetensors"))),  # or the adapter
         "optimizer": load_file(last / "optimizer.safetensors"),
         "state": json.loads((last / "state.json").read_text())["state"],
         "metrics": records(run),

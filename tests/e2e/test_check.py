@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 from miles.cli.main import main
 from miles.report.ranges import Ranges, save_ranges
@@ -35,6 +36,20 @@ def test_a_run_that_can_work(check, tmp_path):
     assert "assistant\\n[[" in found["loss mask"]["lines"][0]
     assert found["step time"]["measured"] and found["step time"]["seconds"] > 0
     assert not (tmp_path / "runs").exists(), "nothing is left of the trial"
+
+
+def test_a_lora_run_needs_memory_and_disk_for_its_adapters_only(check):
+    # Inputs and outputs of q, k, v, o, gate, up and down in the three layers of the quickstart's model.
+    shapes = [(96, 128), (96, 64), (96, 64), (128, 96), (96, 256), (96, 256), (256, 96)]
+    adapters = 3 * sum(4 * (inputs + outputs) for inputs, outputs in shapes)
+    parameters = sum(tensor.numel() for tensor in load_file(MODEL / "model.safetensors").values())
+    _, full = check(rollout_batch_size=4)
+    # The reference is the policy without its adapters: nothing for it.
+    code, found = check(rollout_batch_size=4, lora_rank=4, use_kl_loss=True, kl_loss_coef=0.1)
+    assert code == 0 and found["log-probs"]["status"] == "ok"
+    assert full["memory"]["needed_bytes"] == 16 * parameters
+    assert found["memory"]["needed_bytes"] == 4 * parameters + 16 * adapters
+    assert found["disk"]["checkpoint_bytes"] - full["disk"]["checkpoint_bytes"] == 12 * (adapters - parameters)
 
 
 def test_healthy_ranges_decide_what_gap_is_a_warning(check, tmp_path):

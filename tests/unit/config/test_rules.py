@@ -52,6 +52,12 @@ def test_good_settings_have_no_violation():
             {"rollout_max_context_len": 2048, "rollout_max_prompt_len": 2048},
             "--rollout-max-prompt-len 2048 leaves no room for an answer",
         ),
+        ({"lora_alpha": 32.0}, "--lora-alpha would be ignored: add --lora-rank"),
+        ({"target_modules": ("q_proj",)}, "--target-modules would be ignored: add --lora-rank"),
+        ({"lora_rank": 8, "target_modules": ("q_proj,qproj",)}, "--target-modules: 'qproj' gets no adapter (did"),
+        ({"lora_rank": 8, "exclude_modules": ("lm_head",)}, "--exclude-modules: 'lm_head' gets no adapter"),
+        ({"lora_rank": 8, "target_modules": (",",)}, "--target-modules is empty"),
+        ({"lora_rank": -1}, "--lora-rank must be at least 0"),
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt 1 gives groups of one answer"),
         (
             {"global_batch_size": 100},
