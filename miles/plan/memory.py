@@ -12,6 +12,7 @@ from miles.config.memory_section import MemoryConfig
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import EngineConfig, RunConfig
 from miles.model.activations import ActivationBudget, layer_numbers
+from miles.model.lora import num_adapter_parameters
 from miles.model.spec import ModelSpec
 from miles.plan.machine import GIB, Machine
 
@@ -100,12 +101,21 @@ class Job:
         return 1 + (algorithm.advantage_estimator == "ppo" and algorithm.loss_type != "sft_loss")
 
     @property
+    def num_adapted(self) -> int:
+        """Parameters of the adapters, which are trained in place of the policy's own."""
+        return num_adapter_parameters(self.spec, self.config.lora) if self.config.lora.is_on else 0
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return (self.num_trained - self.config.lora.is_on) * self.spec.num_parameters + self.num_adapted
+
+    @property
     def moment_bytes(self) -> int:
-        return int(self.spec.num_parameters * self.num_trained * MOMENT_BYTES[self.config.optim.adam_state])
+        return int(self.num_trained_parameters * MOMENT_BYTES[self.config.optim.adam_state])
 
     @property
     def checkpoint_bytes(self) -> int:
-        return self.spec.num_parameters * self.num_trained * MASTER_BYTES + self.moment_bytes
+        return self.num_trained_parameters * MASTER_BYTES + self.moment_bytes
 
     @property
     def limits(self) -> Limits:
@@ -247,11 +257,14 @@ def estimate(job: Job) -> Memory:
 def state_bytes(job: Job) -> dict[str, int]:
     """What stays from step to step where the models are computed, for all of them, by kind."""
     config, num, itemsize = job.config, job.spec.num_parameters, job.itemsize
-    scorers = int(config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0) + int(config.algorithm.use_opd)
+    # With LoRA the policy without its adapters is the reference, unless another is named.
+    has_reference = config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0
+    has_reference &= not config.lora.is_on or config.model.ref_load is not None
+    scorers = int(has_reference) + int(config.algorithm.use_opd)
     return {
-        "weights": num * job.num_trained * itemsize,
-        "masters": num * job.num_trained * MASTER_BYTES * (itemsize < 4),
-        "gradients": num * job.num_trained * GRADIENT_BYTES,
+        "weights": (num * job.num_trained + job.num_adapted) * itemsize,
+        "masters": job.num_trained_parameters * MASTER_BYTES * (itemsize < 4),
+        "gradients": job.num_trained_parameters * GRADIENT_BYTES,
         "Adam states": 0 if config.optim.optimizer_cpu_offload else job.moment_bytes,
         "reference and teacher": num * scorers * itemsize,
     }
@@ -296,7 +309,8 @@ def _head_bytes(job: Job, tokens: int, chunk_size: int) -> int:
     small = 4 * 2**20 // spec.vocab_size  # as many logits are never cut into chunks: `ops/logprob.py`
     rows = min(max(chunk_size, small), answers)
     per_logit = (8 + 2 * (answers > rows)) if job.machine.on_gpu else 16
-    return rows * spec.vocab_size * per_logit + spec.hidden_size * (4 * spec.vocab_size + 2 * answers * job.itemsize)
+    head = 0 if job.config.lora.is_on else 4 * spec.vocab_size  # its gradient, where it has one
+    return rows * spec.vocab_size * per_logit + spec.hidden_size * (head + 2 * answers * job.itemsize)
 
 
 def _graph_bytes(job: Job) -> int:
