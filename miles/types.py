@@ -148,6 +148,15 @@ class Generator(Protocol):
 
     def resume(self) -> None: ...
 
+    def release_memory(self, tags: Iterable[str]) -> dict[str, int]:
+        """Give memory back by tag (`kv_cache`, `weights`, `cuda_graph`); the bytes of each. Requests in flight are
+        retracted and, like new ones, wait for `resume_memory`. Weights that a trainer uses too stay: 0 bytes."""
+        ...
+
+    def resume_memory(self, tags: Iterable[str]) -> None:
+        """Take released memory back and go on."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -40,6 +40,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:
         "eval_top_p": config.rollout.rollout_top_p,
         "eval_top_k": config.rollout.rollout_top_k,
         "eval_max_response_len": config.rollout.rollout_max_response_len,
+        "offload_rollout": bool(config.engine.offload_rollout_level),
     }
     filled = _fill(config, defaults)
     if config.model.dtype == "auto" and config.model.device != "auto":

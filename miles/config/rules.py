@@ -18,7 +18,10 @@ from miles.config.sections import RunConfig
 from miles.errors import ConfigError
 
 # What a worker says it is doing (`loop/stages.py`, `loop/build.py`).
-PHASES = ("start", "load", "eval", "rollout", "train", "update_weights", "save_model", "export_hf")
+PHASES = (
+    *("start", "load", "eval", "rollout", "wake_up", "train", "sleep", "update_weights"),
+    *("finalize_and_resume_engines", "save_model", "export_hf"),
+)
 
 _FOLDER_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 TEMPLATE_ARGUMENTS = frozenset(
@@ -44,9 +47,11 @@ def _bounds(config: RunConfig) -> Iterator[str]:
     """Types are parse.py's business; values also come from code, so ranges and choices are checked here."""
     for name, value in flatten(config).items():
         flag = FLAGS[name]
-        if flag.choices and value != flag.default and value not in flag.choices:
+        entries = value if isinstance(value, tuple) else (value,)
+        wrong = [entry for entry in entries if flag.choices and value != flag.default and entry not in flag.choices]
+        if wrong:
             allowed = ", ".join(str(choice) for choice in flag.choices)
-            yield f"{flag.spelling} must be one of {allowed}, not {value!r}"
+            yield f"{flag.spelling} must be one of {allowed}, not {wrong[0]!r}"
         for number in _numbers(value):
             if problem := _out_of_bounds(flag, number):
                 yield f"{flag.spelling} must be {problem}, not {number}"
@@ -258,6 +263,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
             yield f"{wish} cannot be obeyed here: {flag.help}, always"
 
 
+def _offload(config: RunConfig) -> Iterator[str]:
+    if config.engine.offload_rollout is False and config.engine.offload_rollout_level:
+        yield "--no-offload-rollout and --offload-rollout-level contradict each other: give one of them"
+
+
 def _repair(config: RunConfig) -> Iterator[str]:
     if config.process.in_process and config.process.use_fault_tolerance:
         yield "--use-fault-tolerance cannot start a worker again with --in-process: leave one of them out"
@@ -331,6 +341,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _evaluation,
     _checkpoints,
     _layout,
+    _offload,
     _repair,
     _heat,
     _profile,

@@ -391,6 +391,15 @@ class EngineConfig:
     engine_page_size: int = flag(16, "tokens of a KV cache block", unit="tokens", bounds=AT_LEAST_ONE)
     engine_disable_radix_cache: bool = flag(False, "do not share the blocks of equal prompt beginnings")
     engine_disable_cuda_graph: bool = flag(False, "launch the kernels of a decode step one by one")
+    offload_rollout: bool | None = flag(
+        None, "release memory of the engine while the trainer works; default: with --offload-rollout-level", resume=True
+    )
+    offload_rollout_level: tuple[str, ...] = flag(
+        (),
+        "what --offload-rollout releases; default: both. The weights are the trainer's own tensors and stay anyway",
+        choices=("kv_cache", "weight"),
+        resume=True,
+    )
     engine_attention_backend: str | None = flag(
         None,
         "public name of the engine's attention; here all mean paged attention, by our Triton kernels on a GPU",

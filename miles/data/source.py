@@ -53,6 +53,11 @@ class PromptSource:
         return len(self._prompts)
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self._prompts)
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next prompt belongs to, counted from 0."""
         return self._epoch + (self._offset == len(self._order))
@@ -148,6 +153,10 @@ class MixedSource:
         self._sources = sources
         self._shares = [weight / math.fsum(weights) for weight in weights]
         self._taken = [0] * len(sources)
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(source.longest_prompt for source in self._sources)
 
     def __len__(self) -> int:
         """Groups until the source that ends first by its share has been used once."""

@@ -21,6 +21,7 @@ import torch
 from miles.config.sections import EngineConfig
 from miles.engine.batch import Plan
 from miles.engine.blocks import BlockPool
+from miles.engine.damage import find_damage
 from miles.engine.intake import Intake
 from miles.engine.memory import KvCache, cache_tokens, check_page_size
 from miles.engine.prefix import PrefixIndex
@@ -35,6 +36,9 @@ from miles.plan.memory import DEFAULT_PREFILL_TOKENS, DEFAULT_ROWS
 from miles.text.tokenizer import Tokenizer
 from miles.types import FinishReason, GenerationRequest, GenerationResult
 
+_MAX_EXAMINED = 8  # failed rows of a step that are computed again to find the layer
+_MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -47,7 +51,7 @@ class Flight:
 
 
 class EngineCore:
-    """Requests in, results out. Raises `EngineError` when the cache cannot hold anything useful."""
+    """Requests in, results out. Raises `ConfigError` when the cache cannot hold anything useful."""
 
     def __init__(
         self,
@@ -84,8 +88,10 @@ class EngineCore:
         eos_token_ids = frozenset(spec.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset())
         self.stop_sets = StopSets(vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)
         self.intake = Intake(spec, tokenizer=tokenizer, stop_sets=self.stop_sets, cache_tokens=self.num_cache_tokens)
+        self._model = model
         self.version = 0
         self.counts = dict.fromkeys(("steps", "computed_tokens", "drawn_tokens", "finished", "failed"), 0)
+        self._cache_address = self.cache.address
         self._ended: list[GenerationResult] = []
         self._flight: Flight | None = None
 
@@ -106,7 +112,7 @@ class EngineCore:
         """Compute one token for every running request; the results that this (or an abort before) ended."""
         if self._flight is not None and self.scheduler.must_retract:
             self._land()
-        plan = self.scheduler.schedule()
+        plan = None if self.is_released else self.scheduler.schedule()
         flight = None if plan is None else self._launch(plan)
         self._land()
         self._flight = flight
@@ -135,6 +141,31 @@ class EngineCore:
             self.scheduler.retract_all()
         elif mode != "in_place":
             raise EngineError(f"pause mode {mode!r} is unknown: expected abort, retract or in_place")
+
+    def release_memory(self, tags: Iterable[str]) -> dict[str, int]:
+        """Retract what runs and give memory back; see `Generator.release_memory`."""
+        wanted = _known_tags(tags)
+        self.pause("retract")
+        freed = dict.fromkeys(wanted, 0)  # `weights`: the trainer's own tensors, which stay where they are
+        if "cuda_graph" in wanted:
+            freed["cuda_graph"] = self.runner.drop_graphs()
+        if "kv_cache" in wanted:
+            self.scheduler.set_version(self.version)  # forgets what the cache held
+            freed["kv_cache"] = self.cache.release()
+        return freed
+
+    def resume_memory(self, tags: Iterable[str]) -> None:
+        """Take released memory back. Graphs know the addresses of the cache: when it moves they are made again."""
+        if "kv_cache" in _known_tags(tags) and self.is_released:
+            self.cache.allocate()
+            if self.cache.address != self._cache_address:
+                self._cache_address = self.cache.address
+                self.runner.drop_graphs()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the cache is away: requests wait until it is back."""
+        return self.cache.num_bytes == 0
 
     def set_version(self, version: int) -> None:
         """The weights have changed: name them, and never serve keys and values of the old ones to a new request."""
@@ -170,9 +201,9 @@ class EngineCore:
     def _commit(self, flight: Flight) -> None:
         table, rows_R, drawn = self.table, flight.plan.drawn_rows_R, flight.drawing.wait()
         lives_R = table.occupied[rows_R] & (table.order[rows_R] == flight.orders_R)
-        for i, found in drawn.failures.items():
+        for number, (i, found) in enumerate(drawn.failures.items()):
             if lives_R[i]:
-                self._fail(int(rows_R[i]), int(flight.places_R[i]), found)
+                self._fail(int(rows_R[i]), int(flight.places_R[i]), found, looks=number < _MAX_EXAMINED)
                 lives_R[i] = False
         picked_R = np.flatnonzero(lives_R)  # of what was drawn
         rows_R, places_R, tokens_R = rows_R[picked_R], flight.places_R[picked_R], drawn.tokens_R[picked_R]
@@ -192,13 +223,24 @@ class EngineCore:
             reason = FinishReason.STOP if stopped_R[i] else FinishReason.LENGTH
             self._end(self.scheduler.release(int(rows_R[i])), reason)
 
-    def _fail(self, row: int, place: int, found: str) -> None:
+    def _fail(self, row: int, place: int, found: str, *, looks: bool) -> None:
         self.table.length[row] = place
+        cause = "others of this step say why"
+        if looks:
+            cause = find_damage(self._model, self.table.tokens[row, :place])
         live, unused = self.scheduler.release_damaged(row)
         self.cache.clear_blocks(unused)
-        self._end(live, FinishReason.ERROR, error=f"{found} at token position {place}: the weights are damaged")
+        self._end(live, FinishReason.ERROR, error=f"{found} at token position {place}; {cause}")
 
     def _end(self, live: LiveRequest, reason: FinishReason, *, error: str | None = None) -> None:
+        self.stop_sets.give_back(live.stop_set)
         self.counts["finished"] += 1
         self.counts["failed"] += reason is FinishReason.ERROR
         self._ended.append(live.result(reason, error=error))
+
+
+def _known_tags(tags: Iterable[str]) -> tuple[str, ...]:
+    tags = tuple(tags)
+    if unknown := [tag for tag in tags if tag not in _MEMORY_TAGS]:
+        raise EngineError(f"memory tag {unknown[0]!r} is unknown: expected {', '.join(_MEMORY_TAGS)}")
+    return tags

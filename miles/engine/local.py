@@ -79,6 +79,16 @@ class LocalEngine:
 
         self._command(go).result()
 
+    def release_memory(self, tags: Iterable[str]) -> dict[str, int]:
+        freed = self._command(lambda: self._core.release_memory(tags)).result()
+        shown = ", ".join(f"{tag} {num_bytes / 2**30:.2f} GB" for tag, num_bytes in freed.items())
+        shared = "; the weights are the trainer's own tensors and stay" if "weights" in freed else ""
+        logger.info(f"The engine has released {shown}{shared}")
+        return freed
+
+    def resume_memory(self, tags: Iterable[str]) -> None:
+        self._command(lambda: self._core.resume_memory(tags)).result()
+
     def set_version(self, version: int) -> None:
         """Call after the weights have changed, before the next answer is asked for. Waits for the step in progress."""
         self._command(lambda: self._core.set_version(version)).result()
@@ -139,7 +149,8 @@ class LocalEngine:
                 self._fail(f"the rollout engine has died: {type(error).__name__}: {error}")
 
     def _has_something_to_do(self) -> bool:
-        return bool(self._commands) or self._failure is not None or (self._core.has_work and not self._paused)
+        can_step = self._core.has_work and not self._paused and not self._core.is_released
+        return bool(self._commands) or self._failure is not None or can_step
 
     def _carry_out(self, action: Callable[[], Any], done: Future[Any]) -> None:
         try:

@@ -59,24 +59,33 @@ class LiveRequest:
 
 
 class StopSets:
-    """Which token ids end an answer: one row of a V-wide table for each distinct set, so that a step looks all its
-    tokens up at once."""
+    """Which token ids end an answer: one row of a V-wide table for each distinct set in use, so that a step looks all
+    its tokens up at once. A row that nobody uses any more is taken for the next set."""
 
     def __init__(self, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._rows: dict[frozenset[int], int] = {}
+        self._users: list[int] = []  # of each row
         self._table = np.zeros((0, vocab_size), dtype=bool)
 
     def row_for(self, stop_token_ids: Sequence[int], *, ignore_eos: bool) -> int:
         stop = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self._eos)
         row = self._rows.get(stop)
         if row is None:
-            row = self._rows[stop] = len(self._rows)
-            known = [token_id for token_id in stop if 0 <= token_id < self._vocab_size]
-            self._table = np.concatenate((self._table, np.zeros((1, self._vocab_size), dtype=bool)))
-            self._table[row, known] = True
+            if 0 not in self._users:
+                self._users.append(0)
+                self._table = np.concatenate((self._table, np.zeros((1, self._vocab_size), dtype=bool)))
+            row = self._users.index(0)
+            self._rows = {known: other for known, other in self._rows.items() if other != row} | {stop: row}
+            self._table[row] = False
+            self._table[row, [token_id for token_id in stop if 0 <= token_id < self._vocab_size]] = True
+        self._users[row] += 1
         return row
+
+    def give_back(self, row: int) -> None:
+        """One user less."""
+        self._users[row] -= 1
 
     def hits(self, rows_R: np.ndarray, tokens_R: np.ndarray) -> np.ndarray:
         return self._table[rows_R, tokens_R]

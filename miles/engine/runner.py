@@ -9,6 +9,7 @@ Shapes: T packed new tokens, R rows that get a token, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,7 +45,17 @@ class Runner:
         self._upload = uploader(device)
         # the last token of each row, and a place for rows that are padding
         self._last_tokens = torch.zeros(table.num_rows + 1, dtype=torch.int64, device=device)
-        self._graphs = DecodeGraphs(model, table, cache, self._last_tokens, self._upload) if graphs else None
+        self._make_graphs = partial(DecodeGraphs, model, table, cache, self._last_tokens, self._upload)
+        self._graphs = self._make_graphs() if graphs else None
+
+    def drop_graphs(self) -> int:
+        """Forget the captured graphs, which are made again when needed; bytes that are free now."""
+        if self._graphs is None:
+            return 0
+        before, self._graphs = torch.cuda.memory_reserved(), None
+        torch.cuda.empty_cache()
+        self._graphs = self._make_graphs()
+        return max(before - torch.cuda.memory_reserved(), 0)
 
     # not inference_mode: the parameters belong to the trainer too, and what it derives from them must allow gradients
     @torch.no_grad()

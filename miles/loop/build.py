@@ -195,7 +195,7 @@ def _assemble(
     follow(metrics, config, folder.path, first_step=0 if loaded is None else loaded.iteration, stack=stack)
     has_samples = config.algorithm.loss_type == "sft_loss" or config.debug.debug_train_only
     needs_engine = suites or hooks.evaluation is not None or not has_samples
-    engine = _start_engine(config, model, tokenizer, placement, stack) if needs_engine else None
+    engine = _start_engine(config, model, tokenizer, placement, source, stack) if needs_engine else None
     buffer = GroupBuffer(source, take=hooks.take_parked)
     writers = Writers(config, buffer, suites, engine, rewards, hooks, tokenizer, max_context_len, heartbeat)
     run = Run(
@@ -264,10 +264,24 @@ def _start_folder(config: RunConfig, model_folder: Path, spec: ModelSpec) -> Pat
 
 
 def _start_engine(
-    config: RunConfig, model: Decoder, tokenizer: Tokenizer, placement: Placement, stack: ExitStack
+    config: RunConfig,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    placement: Placement,
+    source: PromptSource | MixedSource | HookedSource,
+    stack: ExitStack,
 ) -> LocalEngine:
     engine = LocalEngine(model, tokenizer, config.engine, device=placement.device)
     stack.callback(engine.close)
+    prompt = 1 if isinstance(source, HookedSource) else source.longest_prompt
+    answer, context = config.rollout.rollout_max_response_len, context_len(config, model.spec)
+    held = engine.num_cache_tokens
+    if config.algorithm.loss_type != "sft_loss" and held < min(prompt + answer, context):
+        raise ConfigError(
+            f"the KV cache holds {held} tokens but a prompt of {prompt} with --rollout-max-response-len {answer} can "
+            f"need {min(prompt + answer, context)}: raise --engine-max-total-tokens or --engine-mem-fraction-static, "
+            "or lower --rollout-max-response-len"
+        )
     return engine
 
 

@@ -13,6 +13,7 @@ import torch
 from miles.config.sections import ModelConfig
 from miles.errors import ConfigError
 from miles.model.spec import ModelSpec
+from miles.observe.gpu import device_memory
 
 # Below this size a second thread costs more than it gives: the products are too small to share.
 SMALL_MODEL_PARAMETERS = 8_000_000
@@ -67,9 +68,8 @@ def _num_threads(spec: ModelSpec, device: torch.device) -> int:
 def memory_used_and_free_gb(device: torch.device) -> tuple[float, float]:
     """Memory used by this process and free on the device, in GiB; of the machine on a CPU."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return torch.cuda.memory_allocated(device) / 2**30, free / 2**30
-    return psutil.Process().memory_info().rss / 2**30, psutil.virtual_memory().available / 2**30
+        return torch.cuda.memory_allocated(device) / 2**30, device_memory(device)[0] / 2**30
+    return psutil.Process().memory_info().rss / 2**30, device_memory(device)[0] / 2**30
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -31,6 +31,7 @@ from miles.observe.log import get_logger, log_record
 from miles.observe.metrics import MetricsWriter
 from miles.observe.samples import write_samples
 from miles.observe.timers import Timers
+from miles.plan.memory import released_tags
 from miles.rollout.generate_hub.multi_turn import tool_numbers
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import rollout_metrics
@@ -199,6 +200,10 @@ def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     """Make the optimizer steps of a rollout."""
     samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
     samples = run.wait(run.hooks.to_train([sample for group in groups for sample in group], samples))
+    tags = released_tags(run.config.engine)
+    if run.engine is not None and tags:
+        with run.timers.span("finalize_and_resume_engines"):
+            run.engine.release_memory(tags)
     offloads = run.config.memory.offload_train
     if offloads:
         with run.timers.span("wake_up"):
@@ -217,6 +222,10 @@ def publish(run: Run) -> None:
         run.version += 1
         if run.engine is not None:
             run.engine.set_version(run.version)
+    tags = released_tags(run.config.engine)
+    if run.engine is not None and tags:
+        with run.timers.span("finalize_and_resume_engines"):
+            run.engine.resume_memory(tags)
 
 
 def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> None:

@@ -1,12 +1,17 @@
-"""What a device can do, measured at start: speeds are shown as shares of it, not of a data sheet."""
+"""What a device has and can do, measured at start: speeds are shown as shares of it, not of a data sheet."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
+
+_CGROUP_LIMIT, _CGROUP_USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,19 @@ def synchronize(device: torch.device) -> None:
     """Wait for what the device was given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that can still be allocated, and all: of the GPU, or of this machine and container. The latter also where
+    the GPU shares it, or reports no memory of its own."""
+    if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
+        with contextlib.suppress(RuntimeError):  # "not supported"
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            if total_bytes > 0:
+                return free_bytes, total_bytes
+    host = psutil.virtual_memory()
+    free_bytes, total_bytes = host.available, host.total
+    if _CGROUP_LIMIT.is_file() and (limit := _CGROUP_LIMIT.read_text().strip()) != "max":
+        free_bytes = min(free_bytes, int(limit) - int(_CGROUP_USAGE.read_text()))
+        total_bytes = min(total_bytes, int(limit))
+    return free_bytes, total_bytes

@@ -135,6 +135,7 @@ _PERF_PHASES = {
     "train": "all of training",
     "train_wait": "waiting of the trainer for a rollout",
     "update_weights": "giving the engine the new weights",
+    "finalize_and_resume_engines": "releasing the engine's memory before training and taking it back after it",
     "eval": "evaluating",
     "save_model": "saving a checkpoint",
     "export_hf": "exporting a Hugging Face folder",

@@ -28,8 +28,9 @@ DEFAULT_ROWS = {"cpu": 256, "cuda": 512}
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 # Of the memory that is free on a CPU; the trainer, the page cache and other programs need the rest.
 CPU_CACHE_SHARE = 0.2
-# Of a GPU's memory: left free for what a trainer on it keeps of a micro-batch, and for CUDA graphs.
-GPU_CACHE_RESERVE = 0.35
+# Of a GPU's memory: left free for what a trainer on it keeps of a micro-batch, and for CUDA graphs;
+# for the latter only when the cache is released while the trainer works.
+GPU_CACHE_RESERVE, GPU_CACHE_RESERVE_RELEASED = 0.35, 0.1
 
 # Measured: torch and the libraries of the worker on a CPU; a CUDA context with its libraries and kernels on a GPU.
 CPU_PROCESS_BYTES = int(0.40 * GIB)
@@ -213,6 +214,17 @@ def token_bytes(spec: ModelSpec, itemsize: int) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
 
 
+def released_tags(config: EngineConfig) -> tuple[str, ...]:
+    """Tags of the engine's memory that is released while the trainer works."""
+    tags = {"kv_cache": "kv_cache", "weight": "weights"}
+    return tuple(tags[level] for level in config.offload_rollout_level or tags) if config.offload_rollout else ()
+
+
+def cache_reserve(config: EngineConfig) -> float:
+    """Share of a GPU's memory that the automatic choice leaves free."""
+    return GPU_CACHE_RESERVE_RELEASED if "kv_cache" in released_tags(config) else GPU_CACHE_RESERVE
+
+
 def wanted_cache_tokens(
     spec: ModelSpec,
     config: EngineConfig,
@@ -220,16 +232,17 @@ def wanted_cache_tokens(
     num_rows: int,
     itemsize: int,
     free_bytes: int,
-    gpu_bytes: int | None,
+    total_bytes: int,
+    on_gpu: bool,
 ) -> int:
     """Tokens that the settings ask the cache to hold, before it is known whether they fit."""
     if config.engine_max_total_tokens is not None:
         return config.engine_max_total_tokens
     per_token = token_bytes(spec, itemsize)
-    if config.engine_mem_fraction_static is not None and gpu_bytes is not None:
-        rest = config.engine_mem_fraction_static * gpu_bytes - spec.num_parameters * itemsize
+    if config.engine_mem_fraction_static is not None:
+        rest = config.engine_mem_fraction_static * total_bytes - spec.num_parameters * itemsize
         return max(int(rest), 0) // per_token
-    allowed = CPU_CACHE_SHARE * free_bytes if gpu_bytes is None else free_bytes - GPU_CACHE_RESERVE * gpu_bytes
+    allowed = free_bytes - cache_reserve(config) * total_bytes if on_gpu else CPU_CACHE_SHARE * free_bytes
     return min(num_rows * spec.max_position_embeddings, max(int(allowed), 0) // per_token)
 
 
@@ -245,6 +258,8 @@ def estimate(job: Job) -> Memory:
     passing = _passing_bytes(job)
     engine = {"KV cache": held * token_bytes(spec, itemsize), "CUDA graphs": _graph_bytes(job)} if needed else {}
     slack = int(ALLOCATOR_SHARE * sum(passing.values()))
+    if engine and "kv_cache" in released_tags(config.engine):  # the trainer works in the same memory
+        engine["KV cache"] = max(engine["KV cache"] - sum(passing.values()) - slack, 0)
     host = {"other processes": OTHER_PROCESSES_BYTES + machine.on_gpu * GPU_WORKER_HOST_BYTES}
     if config.optim.optimizer_cpu_offload:
         host["Adam states"] = job.moment_bytes
@@ -281,7 +296,8 @@ def _cache(job: Job, free_bytes: int) -> tuple[int, int]:
         num_rows=job.num_rows,
         itemsize=job.itemsize,
         free_bytes=max(free_bytes, 0),
-        gpu_bytes=job.machine.memory_bytes if job.machine.on_gpu else None,
+        total_bytes=job.machine.memory_bytes,
+        on_gpu=job.machine.on_gpu,
     )
     return wanted // page * page, max(job.sample_len, 2 * page)
 

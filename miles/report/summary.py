@@ -31,11 +31,12 @@ PHASES = (
     ("actor_train", "gradient step", "blue", True),
     ("sleep", "offload", "amber", False),
     ("update_weights", "weight update", "amber", False),
+    ("finalize_and_resume_engines", "engine memory", "amber", False),
     ("eval", "evaluation", "green", False),
     ("save_model", "checkpoint", "teal", False),
 )
 SHADES = {"wake_up": 1, "log_probs": 1, "eval": 1, "values": 1} | dict.fromkeys(
-    ("sleep", "data_preprocess", "ref_log_probs", "teacher_log_probs", "critic_train"), 2
+    ("sleep", "data_preprocess", "ref_log_probs", "teacher_log_probs", "critic_train", "finalize_and_resume_engines"), 2
 )
 REST = ("rest", "rest of training", "grey")
 

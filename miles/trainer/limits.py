@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import psutil
 import torch
 
 from miles.config.sections import RunConfig
 from miles.model.decoder import Decoder
+from miles.observe.gpu import device_memory
 from miles.observe.log import get_logger
 from miles.plan.memory import Limits, trainer_limits
 
@@ -18,18 +18,16 @@ logger = get_logger(__name__)
 def find_limits(model: Decoder, config: RunConfig) -> Limits:
     """`plan/memory.py` says what follows from the memory; call this when masters and optimizer states are there."""
     spec, device = model.spec, model.head_weight.device
-    free_bytes, total_bytes = psutil.virtual_memory().available, None
-    unused_bytes = free_bytes
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        unused_bytes = total_bytes - torch.cuda.memory_allocated(device)
+    free_bytes, total_bytes = device_memory(device)
+    on_gpu = device.type == "cuda"
+    unused_bytes = total_bytes - torch.cuda.memory_allocated(device) if on_gpu else free_bytes
     limits = trainer_limits(
         spec,
         config,
         itemsize=model.head_weight.dtype.itemsize,
         free_bytes=free_bytes,
         unused_bytes=unused_bytes,
-        gpu_bytes=total_bytes,
+        gpu_bytes=total_bytes if on_gpu else None,
     )
     logger.info(
         f"micro-batches of {limits.max_tokens} tokens, {limits.activations.recomputed_for(limits.max_tokens)} of "

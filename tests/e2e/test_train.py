@@ -176,6 +176,18 @@ def test_settings_at_their_limits(miles, settings):
         assert record.get("rollout/num_failed", 0) == 0
 
 
+def test_memory_of_the_engine_is_released_while_the_trainer_works_and_nothing_changes(miles, whole_run):
+    ended = miles.train(offload_rollout_level=["kv_cache", "weight"])
+    assert ended.code == 0, ended.err
+    assert_same(miles.state(), state_of(whole_run))
+    lines = map(json.loads, (miles.run / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert all(step["perf/finalize_and_resume_engines_time"] > 0 for step in steps)
+    released = grep("The engine has released", miles.run / "log.txt")
+    assert len(released) == len(steps) == 4
+    assert re.search(r"kv_cache 0\.\d*[1-9]\d* GB, weights 0\.00 GB; the weights are the trainer's own", released[0])
+
+
 def test_settings_that_only_change_how_it_is_computed(miles, whole_run):
     """Cache size, chunks and running requests change neither a token nor a reward."""
     ended = miles.train(engine_max_total_tokens=96, engine_chunked_prefill_size=5, engine_max_running_requests=3)

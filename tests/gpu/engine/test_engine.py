@@ -14,7 +14,7 @@ import torch
 from miles.config.sections import EngineConfig
 from miles.engine import memory
 from miles.engine.core import EngineCore
-from miles.errors import EngineError
+from miles.errors import ConfigError
 from miles.model.context import packed_context
 from miles.model.decoder import Decoder
 from miles.ops.logprob import token_log_probs
@@ -167,12 +167,55 @@ def test_cache_size_follows_the_fraction(on_cpu: Decoder, monkeypatch: pytest.Mo
     found = memory.cache_tokens(spec, EngineConfig(engine_mem_fraction_static=0.5), **options)
     assert found == (500_000_000 - weights) // per_token // 16 * 16
     assert memory.cache_tokens(spec, EngineConfig(), **options) == 550_000_000 // per_token // 16 * 16
-    with pytest.raises(EngineError, match="engine-mem-fraction-static 0.95"):
+    with pytest.raises(ConfigError, match="engine-mem-fraction-static 0.95"):
         memory.cache_tokens(spec, EngineConfig(engine_mem_fraction_static=0.95), **options)
-    with pytest.raises(EngineError, match="would hold 0 tokens"):
+    with pytest.raises(ConfigError, match="would hold 0 tokens"):
         memory.cache_tokens(spec, EngineConfig(engine_mem_fraction_static=0.001), **options)
-    with pytest.raises(EngineError, match="power of two"):
+    with pytest.raises(ConfigError, match="power of two"):
         memory.check_page_size(12, device=CUDA)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_released_memory_is_free_and_graphs_find_the_cache_again(on_cpu: Decoder, moves: bool) -> None:
+    core = engine(on_gpu(on_cpu), engine_max_total_tokens=400_000)
+    requests = some_requests(12)
+    expected = answers(core, requests)
+    torch.cuda.synchronize()
+    num_bytes, address = core.cache.num_bytes, core.cache.address
+    core.add(requests)
+    for _ in range(4):
+        core.step()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    assert core.release_memory(["kv_cache", "weights"]) == {"kv_cache": num_bytes, "weights": 0}
+    assert allocated - torch.cuda.memory_allocated() >= num_bytes
+    assert torch.cuda.mem_get_info()[0] - free >= 0.99 * num_bytes  # other programs may have it
+    in_the_way = torch.zeros(num_bytes if moves else 1, dtype=torch.uint8, device=CUDA)
+    core.resume_memory(["kv_cache", "weights"])
+    print(f"{num_bytes / 2**20:.0f} MiB, at the same address: {core.cache.address == address}")
+    results = run_all(core)
+    del in_the_way
+    for wanted in requests:
+        assert results[wanted.request_id].output_ids == expected[wanted.request_id].output_ids
+        assert results[wanted.request_id].log_probs == pytest.approx(expected[wanted.request_id].log_probs, abs=1e-4)
+    graphs = core.release_memory(["cuda_graph"])["cuda_graph"]
+    print(f"graphs: {graphs / 2**20:.0f} MiB")
+    assert {i: r.output_ids for i, r in answers(core, requests).items()} == {
+        i: r.output_ids for i, r in expected.items()
+    }
+
+
+def test_damage_is_named_with_graphs_and_steps_on_their_way(on_cpu: Decoder) -> None:
+    model = on_gpu(on_cpu)
+    core = engine(model)
+    core.add([request(i, [2, 3, 4 + i], 30, ignore_eos=True) for i in range(20)])
+    for _ in range(5):
+        core.step()
+    with torch.no_grad():
+        model.layers[1].mlp.down.weight[0, 0] = float("nan")
+    results = run_all(core)
+    named = [r.error for r in results.values() if "layers.1.mlp.down.weight (1 not finite)" in (r.error or "")]
+    assert len(results) == 20 and all("not finite" in (r.error or "") for r in results.values())
+    assert len(named) == 8  # as many rows of a step are looked into
 
 
 def test_a_decode_step_is_launched_without_waiting_for_the_device(on_cpu: Decoder) -> None:

@@ -103,6 +103,22 @@ def test_pause_abort_ends_everything_at_once(start: Callable[..., LocalEngine]) 
     assert asyncio.run(collect(engine, 1))[9].finish_reason is not FinishReason.ABORT
 
 
+def test_requests_wait_while_the_cache_is_released(start: Callable[..., LocalEngine]) -> None:
+    engine = start()
+    requests = [request(i, [2 + i, 3], 60, temperature=0.0, ignore_eos=True) for i in range(3)]
+    engine.submit(requests[:2])
+    freed = engine.release_memory(["kv_cache", "weights", "cuda_graph"])
+    assert freed == {"kv_cache": engine._core.num_cache_tokens * 256 + 4 * 256, "weights": 0, "cuda_graph": 0}
+    engine.submit(requests[2:])
+    steps = engine.stats()["steps"]
+    time.sleep(0.05)
+    assert engine.stats()["steps"] == steps
+    engine.resume_memory(iter(["kv_cache"]))
+    results = asyncio.run(collect(engine, 3))
+    for wanted in requests:
+        assert results[wanted.request_id].output_ids == reference_answer(MODEL, wanted)[0]
+
+
 def test_an_unknown_pause_mode_is_the_callers_error_only(start: Callable[..., LocalEngine]) -> None:
     engine = start()
     with pytest.raises(EngineError, match="expected abort, retract or in_place"):

@@ -72,6 +72,11 @@ class FakeGenerator:
 
     def resume(self) -> None: ...
 
+    def release_memory(self, tags: Iterable[str]) -> dict[str, int]:
+        return dict.fromkeys(tags, 0)
+
+    def resume_memory(self, tags: Iterable[str]) -> None: ...
+
     def close(self) -> None: ...
 
     def _finish(self, request: GenerationRequest, result: GenerationResult) -> None:
