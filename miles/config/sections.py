@@ -369,6 +369,9 @@ class BatchConfig:
         unit="tokens",
         bounds=AT_LEAST_ONE,
     )
+    share_prompts_in_training: bool = flag(
+        False, "compute the prompt of a group once for its answers in a micro-batch, forward and backward", resume=True
+    )
     use_dynamic_batch_size: bool = flag(True, "pack by tokens", effect=SATISFIED)
 
 

@@ -36,7 +36,8 @@ class Attention(nn.Module):
         if cache is None:
             q_TNH, k_TKH, v_TKH = rotated_heads(qkv, self.num_kv_heads, self.head_dim, norm, cos_T1H, sin_T1H)
             buckets = context.buckets if uses_buckets(q_TNH) else None
-            out_TNH = packed_attention(q_TNH, k_TKH, v_TKH, context.cu_seqlens, context.max_seqlen, self.scale, buckets)
+            bounds = (context.cu_seqlens, context.max_seqlen)
+            out_TNH = packed_attention(q_TNH, k_TKH, v_TKH, *bounds, self.scale, buckets, context.groups_B2)
         else:
             k_cache, v_cache = cache.k_caches[self.layer], cache.v_caches[self.layer]
             q_TNH = store_rotated_heads(qkv, norm, cos_T1H, sin_T1H, cache.slots_T, k_cache, v_cache)

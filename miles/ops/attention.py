@@ -1,6 +1,10 @@
 """Causal attention over packed sequences: the training forward, where keys and values are the batch itself.
 
-Shapes: T packed tokens, R rows of the padded layout, N query heads, K key/value heads, H head size.
+Shapes: T packed tokens, B sequences, R rows of the padded layout, N query heads, K key/value heads, H head size.
+
+A sequence may continue another, as an answer does its prompt. A group is a head and, right after it, all sequences that
+continue it; their queries see the keys of the head, then their own up to themselves. Row b of `groups_B2` (int32) names
+the head of sequence b, which is b itself when it continues none, and the last sequence that sees the keys of b.
 """
 
 from __future__ import annotations
@@ -28,46 +32,67 @@ class LengthBuckets:
     `shapes` are (sequences, length) of the stacks; their rows follow each other in the padded layout. A padding row
     repeats the last token of its sequence: no real query sees it, and no other sequence can spoil it.
     Both index tensors are None when the packed layout is already one stack without padding.
+
+    A sequence that continues a head is stacked after a copy of it. The first copy stands for the head; `copies` are the
+    others, as (first packed token, tokens, first row).
     """
 
     shapes: tuple[tuple[int, int], ...]
     packed_of_row_R: Tensor | None
     row_of_packed_T: Tensor | None
+    copies: tuple[tuple[int, int, int], ...] = ()
 
 
-def length_buckets(lengths: Sequence[int], *, device: torch.device) -> LengthBuckets:
+def length_buckets(
+    lengths: Sequence[int], *, device: torch.device, heads: Sequence[int] | None = None
+) -> LengthBuckets:
     """Stack sequences by length so that little is padded. Compute once per batch: every layer can use it."""
-    if len(set(lengths)) == 1:
+    if heads is None and len(set(lengths)) == 1:
         return LengthBuckets(((len(lengths), lengths[0]),), None, None)
-    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lengths.__getitem__, reverse=True)
+    length_B = torch.tensor(lengths)
+    start_B = length_B.cumsum(0) - length_B
+    head_B = torch.arange(len(lengths)) if heads is None else torch.tensor(heads)
+    continues_B = head_B != torch.arange(len(lengths))
+    shared_B = length_B[head_B] * continues_B
+    whole_B = length_B + shared_B
+    whole_B[head_B[continues_B]] = 0  # stacked with what continues it
+    whole = whole_B.tolist()
+    order = sorted((i for i in range(len(whole)) if whole[i]), key=whole.__getitem__, reverse=True)
     shapes: list[tuple[int, int]] = []
     count = longest = tokens = 0
     for i in order:
-        if count and (count + 1) * longest - tokens - lengths[i] > _MAX_WASTE * tokens + _CALL_COST_TOKENS:
+        if count and (count + 1) * longest - tokens - whole[i] > _MAX_WASTE * tokens + _CALL_COST_TOKENS:
             shapes.append((count, longest))
             count = tokens = 0
-        longest = longest if count else lengths[i]
+        longest = longest if count else whole[i]
         count += 1
-        tokens += lengths[i]
+        tokens += whole[i]
     shapes.append((count, longest))
 
-    length_B = torch.tensor(lengths)
-    start_B = length_B.cumsum(0) - length_B
     order_B = torch.tensor(order)
     packed_of_row = []
     row_of_packed_T = torch.empty(int(length_B.sum()), dtype=torch.int64)
+    copies: dict[int, list[tuple[int, int, int]]] = {}
     first_row = first = 0
     for count, longest in shapes:
         members = order_B[first : first + count]
         column = torch.arange(longest)
-        last_B1 = length_B[members, None] - 1
-        packed = start_B[members, None] + torch.minimum(column, last_B1)
-        real = column <= last_B1
+        shared_B1, last_B1 = shared_B[members, None], whole_B[members, None] - 1
+        place = torch.minimum(column, last_B1)
+        origin = torch.where(place < shared_B1, start_B[head_B[members], None], start_B[members, None] - shared_B1)
+        packed = origin + place
+        real = (column <= last_B1) & (column >= shared_B1)
         row = first_row + torch.arange(count * longest).view(count, longest)
         row_of_packed_T[packed[real]] = row[real]
         packed_of_row.append(packed.flatten())
+        for start, shared, its_row in torch.stack((packed[:, 0], shared_B1[:, 0], row[:, 0]), 1).tolist():
+            if shared:
+                copies.setdefault(start, []).append((start, shared, its_row))
         first, first_row = first + count, first_row + count * longest
-    return LengthBuckets(tuple(shapes), torch.cat(packed_of_row).to(device), row_of_packed_T.to(device))
+    for (start, shared, its_row), *_ in copies.values():
+        row_of_packed_T[start : start + shared] = torch.arange(its_row, its_row + shared)
+    others = tuple(copy for _, *rest in copies.values() for copy in rest)
+    return LengthBuckets(tuple(shapes), torch.cat(packed_of_row).to(device), row_of_packed_T.to(device), others)
 
 
 def uses_buckets(q_TNH: Tensor) -> bool:
@@ -83,16 +108,19 @@ def packed_attention(
     max_seqlen: int,
     scale: float,
     buckets: LengthBuckets | None = None,
+    groups_B2: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence, with grouped queries; T x N x H, differentiable.
+    """Causal attention within each sequence, and over its head, with grouped queries; T x N x H, differentiable.
 
     `cu_seqlens` (int32, sequences + 1) are the borders of the sequences in T. `buckets` saves working out the padded
     layout again, where there is one (`uses_buckets`).
     """
     if not uses_buckets(q_TNH):
-        return kernels("attention").packed_flash_attention(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
+        kernel = kernels("attention").packed_flash_attention
+        return kernel(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
     if buckets is None:
-        buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device)
+        heads = None if groups_B2 is None else groups_B2[:, 0].tolist()
+        buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device, heads=heads)
     return _bucketed_attention(q_TNH, k_TKH, v_TKH, buckets, scale)
 
 
@@ -111,7 +139,7 @@ def _bucketed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, buckets: Le
 def _to_rows(x: Tensor, buckets: LengthBuckets) -> Tensor:
     if buckets.packed_of_row_R is None:
         return x
-    return _ToRows.apply(x, buckets.packed_of_row_R, buckets.row_of_packed_T)
+    return _ToRows.apply(x, buckets.packed_of_row_R, buckets.row_of_packed_T, buckets.copies)
 
 
 def _from_rows(x: Tensor, buckets: LengthBuckets) -> Tensor:
@@ -121,19 +149,23 @@ def _from_rows(x: Tensor, buckets: LengthBuckets) -> Tensor:
 
 
 class _ToRows(torch.autograd.Function):
-    # Padding rows receive no gradient (no real output depends on them), so the gradient is a plain gather;
-    # the built-in one would be a scatter with addition.
+    # Padding rows receive no gradient (no real output depends on them), so the gradient is a plain gather, and a sum
+    # in a fixed order over the copies; the built-in one would be a scatter with addition.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed_of_row: Tensor, row_of_packed: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed_of_row: Tensor, row_of_packed: Tensor, copies: tuple) -> Tensor:
         ctx.save_for_backward(row_of_packed)
+        ctx.copies = copies
         return x.index_select(0, packed_of_row)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (row_of_packed,) = ctx.saved_tensors
-        return grad.index_select(0, row_of_packed), None, None
+        grad_packed = grad.index_select(0, row_of_packed)
+        for start, num_tokens, row in ctx.copies:
+            grad_packed[start : start + num_tokens] += grad[row : row + num_tokens]
+        return grad_packed, None, None, None
 
 
 class _FromRows(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """Causal attention over packed sequences on CUDA, forward and backward (FlashAttention-2, arXiv 2307.08691).
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head size, B sequences.
+A sequence may continue a head (`groups_B2` of `ops/attention.py`). A group lies side by side, so the queries that see
+a key of its head are one range.
 Nothing here waits for the device. The backward pass uses no atomics: one kernel sums over the queries of a block of
 keys and over the query heads of its group, another over the keys of a block of queries. A repeated run gives the same
 bits. Tiles come through the tensor copy engine: pointers to them would not leave enough registers at head size 128. A
@@ -33,9 +35,18 @@ BYTES_FOR_THREE_STAGES = 116_000  # shared memory of the largest tile; consumer 
 
 
 @triton.jit
-def _stats_column(start, seq):
-    """Where the numbers of a sequence begin in a row of `_stats`: the copy engine wants multiples of 16 bytes."""
-    return (start + 3) // 4 * 4 + 4 * seq
+def _sequence(bounds_ptr, groups_ptr, seq, SHARED: tl.constexpr):
+    """First row and number of rows of a sequence, the same of the head it continues (0 rows: none), and its column in
+    `_stats`. Columns of a group follow each other; it begins at a multiple of 16 bytes, as the copy engine wants."""
+    start = tl.load(bounds_ptr + seq)
+    length = tl.load(bounds_ptr + seq + 1) - start
+    head, head_start, num_shared = seq, start, 0
+    if SHARED:
+        head = tl.load(groups_ptr + 2 * seq)
+        head_start = tl.load(bounds_ptr + head)
+        num_shared = tl.where(head == seq, 0, tl.load(bounds_ptr + head + 1) - head_start)
+    column = (head_start + 3) // 4 * 4 + 4 * head + start - head_start
+    return start, length, head_start, num_shared, column
 
 
 @triton.jit
@@ -54,14 +65,14 @@ def _forward_block(acc, row_max, row_sum, q, k, v, first, offs_m, offs_n, scale_
 
 @triton.jit(do_not_specialize=["lse_stride_n"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, bounds_ptr, scale_log2, lse_stride_n, out_stride_t,
-    GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, bounds_ptr, groups_ptr, scale_log2, lse_stride_n, out_stride_t,
+    GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of queries, N, B). out [T, N, H]; lse [N, stats], base 2, of the scaled scores."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks with most keys start first
     head = tl.program_id(1)
-    start = tl.load(bounds_ptr + tl.program_id(2))
-    length = tl.load(bounds_ptr + tl.program_id(2) + 1) - start
+    seq = tl.program_id(2)
+    start, length, head_start, num_shared, column = _sequence(bounds_ptr, groups_ptr, seq, SHARED)
     first_m = block * BLOCK_M
     if first_m >= length:
         return
@@ -73,6 +84,21 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, H], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SHARED:
+        last = tl.full([BLOCK_M], num_shared - 1, tl.int32)  # every query sees all of them
+        whole = num_shared // BLOCK_N * BLOCK_N
+        for first in range(0, whole, BLOCK_N):
+            k = k_desc.load([head_start + first, kv_column])
+            v = v_desc.load([head_start + first, kv_column])
+            acc, row_max, row_sum = _forward_block(
+                acc, row_max, row_sum, q, k, v, first, last, offs_n, scale_log2, EDGE=False
+            )
+        for first in range(whole, num_shared, BLOCK_N):
+            k = k_desc.load([head_start + first, kv_column])
+            v = v_desc.load([head_start + first, kv_column])
+            acc, row_max, row_sum = _forward_block(
+                acc, row_max, row_sum, q, k, v, first, last, offs_n, scale_log2, EDGE=True
+            )
     edge = first_m // BLOCK_N * BLOCK_N
     for first in range(0, edge, BLOCK_N):
         k = k_desc.load([start + first, kv_column])
@@ -91,7 +117,7 @@ def _forward_kernel(
     token = (start + offs_m).to(tl.int64)
     out_ptrs = out_ptr + token[:, None] * out_stride_t + head * H + tl.arange(0, H)[None, :]
     tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=rows[:, None])
-    stats = head.to(tl.int64) * lse_stride_n + _stats_column(start, tl.program_id(2)) + offs_m
+    stats = head.to(tl.int64) * lse_stride_n + column + offs_m
     tl.store(lse_ptr + stats, row_max + tl.log2(row_sum), mask=rows)
 
 
@@ -108,13 +134,14 @@ def _keys_block(dk, dv, k, v, q, grad, lse, delta, visible, scale_log2):
 
 @triton.jit
 def _backward_keys_kernel(
-    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, bounds_ptr, scale, scale_log2,
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, bounds_ptr, groups_ptr, scale, scale_log2,
     dk_stride_t, GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys, K, B). dk and dv [T, K, H], summed over the queries at and after each key."""
     kv_head = tl.program_id(1)
-    start = tl.load(bounds_ptr + tl.program_id(2))
-    length = tl.load(bounds_ptr + tl.program_id(2) + 1) - start
+    seq = tl.program_id(2)
+    start, length, head_start, _, column = _sequence(bounds_ptr, groups_ptr, seq, SHARED)
     first_n = tl.program_id(0) * BLOCK_N
     if first_n >= length:
         return
@@ -124,20 +151,24 @@ def _backward_keys_kernel(
     v = v_desc.load([start + first_n, kv_head * H])
     dk = tl.zeros([BLOCK_N, H], tl.float32)
     dv = tl.zeros([BLOCK_N, H], tl.float32)
-    column = _stats_column(start, tl.program_id(2))
+    # Blocks of queries begin up to three rows early, at a column that the copy engine can read.
+    reach, early = length, 0
+    if SHARED:
+        reach = tl.load(bounds_ptr + tl.load(groups_ptr + 2 * seq + 1) + 1) - start
+        early = (start - head_start) % 4
     # One loop over (query head of the group, block of queries) keeps the pipeline filled between heads.
     first_block = first_n // BLOCK_M
-    num_blocks = tl.cdiv(length, BLOCK_M) - first_block
+    num_blocks = tl.cdiv(reach + early, BLOCK_M) - first_block
     for step in range(0, GROUP * num_blocks):
         head = kv_head * GROUP + step // num_blocks
-        first_m = (first_block + step % num_blocks) * BLOCK_M
+        first_m = (first_block + step % num_blocks) * BLOCK_M - early
         offs_m = first_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([start + first_m, head * H])
         grad = grad_desc.load([start + first_m, head * H])
         lse = lse_desc.load([head, column + first_m]).reshape(BLOCK_M)
         delta = delta_desc.load([head, column + first_m]).reshape(BLOCK_M)
         # Rows beyond the end belong to the next sequence.
-        visible = (offs_m[None, :] >= offs_n[:, None]) & (offs_m[None, :] < length)
+        visible = (offs_m[None, :] >= offs_n[:, None]) & (offs_m[None, :] < reach)
         dk, dv = _keys_block(dk, dv, k, v, q, grad, lse, delta, visible, scale_log2)
 
     present = offs_n < length
@@ -159,14 +190,15 @@ def _queries_block(dq, q, grad, lse, delta, k, v, first, offs_m, offs_n, scale_l
 
 @triton.jit(do_not_specialize=["lse_stride_n"])
 def _backward_queries_kernel(
-    q_desc, k_desc, v_desc, grad_desc, out_desc, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, scale, scale_log2,
+    q_desc, k_desc, v_desc, grad_desc, out_desc, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, groups_ptr, scale, scale_log2,
     lse_stride_n, dq_stride_t, GROUP: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of queries, N, B). dq [T, N, H], and delta [N, stats] = sum over H of grad * out for the keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    start = tl.load(bounds_ptr + tl.program_id(2))
-    length = tl.load(bounds_ptr + tl.program_id(2) + 1) - start
+    seq = tl.program_id(2)
+    start, length, head_start, num_shared, column = _sequence(bounds_ptr, groups_ptr, seq, SHARED)
     first_m = block * BLOCK_M
     if first_m >= length:
         return
@@ -178,11 +210,17 @@ def _backward_queries_kernel(
     token = (start + offs_m).to(tl.int64)
     q = q_desc.load([start + first_m, head * H])
     grad = grad_desc.load([start + first_m, head * H])
-    stats = head.to(tl.int64) * lse_stride_n + _stats_column(start, tl.program_id(2)) + offs_m
+    stats = head.to(tl.int64) * lse_stride_n + column + offs_m
     lse = tl.load(lse_ptr + stats, mask=rows, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out_desc.load([start + first_m, head * H]).to(tl.float32), 1)
     tl.store(delta_ptr + stats, delta, mask=rows)
     dq = tl.zeros([BLOCK_M, H], tl.float32)
+    if SHARED:
+        last = tl.full([BLOCK_M], num_shared - 1, tl.int32)
+        for first in range(0, num_shared, BLOCK_N):
+            k = k_desc.load([head_start + first, kv_column])
+            v = v_desc.load([head_start + first, kv_column])
+            dq = _queries_block(dq, q, grad, lse, delta, k, v, first, last, offs_n, scale_log2)
     for first in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_N):
         k = k_desc.load([start + first, kv_column])
         v = v_desc.load([start + first, kv_column])
@@ -207,13 +245,14 @@ def _copyable(x_TNH: Tensor) -> Tensor:
 
 
 def _stats(num_heads: int, num_tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Zeros for one float32 per head and token, at `_stats_column`; the gaps must be finite."""
+    """Zeros for one float32 per head and token, at the columns of `_sequence`; the gaps must be finite."""
     return torch.zeros(num_heads, (num_tokens + 3) // 4 * 4 + 4 * cu_seqlens.numel(), device=cu_seqlens.device)
 
 
 def _launch(
-    kernel: Any, name: str, tensors: tuple, args: tuple, cu_seqlens: Tensor, max_seqlen: int, stats: tuple = ()
-) -> None:
+    kernel: Any, name: str, tensors: tuple, args: tuple, cu_seqlens: Tensor, max_seqlen: int, *, shared: bool,
+    stats: tuple = (),
+) -> None:  # fmt: skip
     """Starts `kernel` with descriptors of q, k, v (and of the output's gradient and the output), then `args`."""
     block_m, block_n, num_warps, num_stages = TILES[name, tensors[0].element_size()]
     if tensors[0].is_cuda:
@@ -228,66 +267,73 @@ def _launch(
     grid = (triton.cdiv(max_seqlen, block_n if by_keys else block_m), num_kv_heads if by_keys else num_heads)
     kernel[*grid, cu_seqlens.numel() - 1](
         *descriptors, *args, GROUP=num_heads // num_kv_heads, H=size, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=num_warps, num_stages=num_stages,
+        SHARED=shared, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
 def attention_forward(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [T, N, H] and the base-2 log of each row's softmax sum, laid out by `_stats_column`."""
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    groups_B2: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [T, N, H] and the base-2 log of each row's softmax sum, at the columns of `_sequence`."""
     num_tokens, num_heads, size = q_TNH.shape
     assert size in (32, 64, 128), f"head size {size} has no kernel"
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     lse = _stats(num_heads, num_tokens, cu_seqlens)
-    args = (out_TNH, lse, cu_seqlens, scale * LOG2_E, lse.stride(0), out_TNH.stride(0))
-    _launch(_forward_kernel, "forward", (q_TNH, k_TKH, v_TKH), args, cu_seqlens, max_seqlen)
+    shared, groups = groups_B2 is not None, cu_seqlens if groups_B2 is None else groups_B2
+    args = (out_TNH, lse, cu_seqlens, groups, scale * LOG2_E, lse.stride(0), out_TNH.stride(0))
+    _launch(_forward_kernel, "forward", (q_TNH, k_TKH, v_TKH), args, cu_seqlens, max_seqlen, shared=shared)
     return out_TNH, lse
 
 
 def attention_backward(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out_TNH: Tensor, lse: Tensor,
-    cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    cu_seqlens: Tensor, max_seqlen: int, scale: float, groups_B2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q [T, N, H], k and v [T, K, H]."""
     dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
     delta = _stats(q_TNH.shape[1], q_TNH.shape[0], cu_seqlens)
     tensors = (q_TNH, k_TKH, v_TKH, _copyable(grad_TNH))
+    shared, groups = groups_B2 is not None, cu_seqlens if groups_B2 is None else groups_B2
     scales = (scale, scale * LOG2_E)
     # The kernel over queries also fills `delta`, which the kernel over keys reads.
-    query_args = (lse, delta, dq_TNH, cu_seqlens, *scales, lse.stride(0), dq_TNH.stride(0))
-    _launch(_backward_queries_kernel, "queries", (*tensors, out_TNH), query_args, cu_seqlens, max_seqlen)
-    key_args = (dk_TKH, dv_TKH, cu_seqlens, *scales, dk_TKH.stride(0))
-    _launch(_backward_keys_kernel, "keys", tensors, key_args, cu_seqlens, max_seqlen, stats=(lse, delta))
+    query_args = (lse, delta, dq_TNH, cu_seqlens, groups, *scales, lse.stride(0), dq_TNH.stride(0))
+    _launch(_backward_queries_kernel, "queries", (*tensors, out_TNH), query_args, cu_seqlens, max_seqlen, shared=shared)
+    args = (dk_TKH, dv_TKH, cu_seqlens, groups, *scales, dk_TKH.stride(0))
+    _launch(_backward_keys_kernel, "keys", tensors, args, cu_seqlens, max_seqlen, shared=shared, stats=(lse, delta))
     return dq_TNH, dk_TKH, dv_TKH
 
 
 class _PackedFlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-    ) -> Tensor:
+        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+        groups_B2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
-        out_TNH, lse = attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens)
+        out_TNH, lse = attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2)
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
         return out_TNH
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
-        q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens = ctx.saved_tensors
-        grads = attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, ctx.max_seqlen, ctx.scale)
-        return *grads, None, None, None
+        q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2 = ctx.saved_tensors
+        sizes = (cu_seqlens, ctx.max_seqlen, ctx.scale)
+        grads = attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, *sizes, groups_B2)
+        return *grads, None, None, None, None
 
 
 def packed_flash_attention(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    groups_B2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention within each of B packed sequences, differentiable in q, k and v.
 
     q [T, N, H]; k, v [T, K, H] with N a multiple of K; head size 32, 64 or 128; bf16, fp16 or fp32 with float32 sums;
     slices of a fused projection are read in place. `cu_seqlens` [B + 1] int32 on the device, from 0 to T; empty
-    sequences are allowed. `max_seqlen` is a host number, at least the longest length. Returns [T, N, H].
+    sequences are allowed. `max_seqlen` is a host number, at least the longest length. `groups_B2`: `ops/attention.py`.
+    Returns [T, N, H].
     """
-    return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale)
+    return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)

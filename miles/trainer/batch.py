@@ -20,7 +20,7 @@ from torch import Tensor
 from miles.errors import NotFiniteError
 from miles.model.context import ForwardContext, packed_context
 from miles.ops.logprob import KeptIds
-from miles.trainer.packing import pack
+from miles.trainer.packing import MICRO_BATCH_COST, Bundle, bundles, pack
 from miles.trainer.partition import TopLogProbs
 from miles.types import TrainSample
 
@@ -79,7 +79,10 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed inputs for one forward pass. `places_R` says where its trained tokens lie in the flat vectors."""
+    """Packed inputs for one forward pass. `places_R` says where its trained tokens lie in the flat vectors.
+
+    `reads` has for each sample the tokens it is read up to, and how many of them were read for another one before.
+    """
 
     input_ids_T: Tensor
     context: ForwardContext
@@ -89,6 +92,7 @@ class MicroBatch:
     lengths_S: Tensor  # trained tokens of each of its samples
     kept: KeptIds | None
     learns: bool  # False: scored for the metrics only, without a backward pass
+    reads: list[tuple[int, int]]
 
 
 def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBatch:
@@ -112,14 +116,27 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
 
 
 def micro_batches(
-    batch: TokenBatch, members: Sequence[int], *, max_tokens: int, max_samples: int | None = None, learns: bool = False
+    batch: TokenBatch,
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+    max_samples: int | None = None,
+    learns: bool = False,
+    share: bool = False,
 ) -> list[MicroBatch]:
-    """Pack these samples of the batch; those without a trained token need no forward pass."""
+    """Pack these samples of the batch; those without a trained token need no forward pass.
+
+    With `share` the samples of a group that are in the same micro-batch compute their common prompt once, unless groups
+    that stay together fill the micro-batches so badly that it takes longer.
+    """
     members = [i for i in members if batch.targets[i].ids]
-    lengths = [batch.targets[i].num_inputs for i in members]
     starts_S = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
-    packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
-    return [_micro_batch(batch, [members[i] for i in chosen], starts_S, learns=learns) for chosen in packed]
+    choices = [[Bundle([i]) for i in members]]
+    if share:
+        choices.append(_bundles(batch, members, max_tokens, max_samples))
+    packings = [_pack(batch, bundled, max_tokens, max_samples) for bundled in choices]
+    packed, _ = min(packings, key=lambda packing: packing[1])
+    return [_micro_batch(batch, bundled, starts_S, learns=learns) for bundled in packed]
 
 
 def in_flat_order(micro_batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
@@ -169,11 +186,56 @@ def _engine_top(samples: Sequence[TrainSample], device: torch.device) -> TopLogP
     return TopLogProbs(ids_RK, torch.from_numpy(np.stack(log_probs)).to(device))
 
 
-def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, learns: bool) -> MicroBatch:
+def _bundles(batch: TokenBatch, members: Sequence[int], max_tokens: int, max_samples: int | None) -> list[Bundle]:
+    bundled = []
+    for _, group in itertools.groupby(members, lambda i: batch.samples[i].group_index):
+        mine = list(group)
+        targets = [batch.targets[i] for i in mine]
+        made = bundles(
+            [batch.samples[i].tokens for i in mine],
+            [target.rows[0] for target in targets],
+            [target.num_inputs for target in targets],
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+        )
+        bundled += [Bundle([mine[i] for i in bundle.members], bundle.num_shared) for bundle in made]
+    return bundled
+
+
+def _pack(
+    batch: TokenBatch, bundled: list[Bundle], max_tokens: int, max_samples: int | None
+) -> tuple[list[list[Bundle]], int]:
+    """Micro-batches, and their cost in tokens."""
+    lengths = [
+        bundle.num_shared + sum(batch.targets[i].num_inputs - bundle.num_shared for i in bundle.members)
+        for bundle in bundled
+    ]
+    if max_samples is not None and bundled:
+        max_samples = max_samples // max(len(bundle.members) for bundle in bundled)
+    packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
+    return [[bundled[i] for i in chosen] for chosen in packed], sum(lengths) + MICRO_BATCH_COST * len(packed)
+
+
+def _micro_batch(batch: TokenBatch, bundled: list[Bundle], starts_S: list[int], *, learns: bool) -> MicroBatch:
     device = batch.lengths_S.device
-    targets = [batch.targets[i] for i in members]
-    lengths = [target.num_inputs for target in targets]
-    first_rows = itertools.accumulate(lengths, initial=0)
+    pieces: list[list[int]] = []  # token ids of each sequence
+    heads: list[int] = []
+    rows: list[np.ndarray] = []
+    reads: list[tuple[int, int]] = []
+    first = 0
+    for bundle in bundled:
+        head, num_shared = len(heads), bundle.num_shared
+        if num_shared:
+            pieces.append(batch.samples[bundle.members[0]].tokens[:num_shared])
+            heads.append(head)
+            first += num_shared
+        for place, i in enumerate(bundle.members):
+            target = batch.targets[i]
+            pieces.append(batch.samples[i].tokens[num_shared : target.num_inputs])
+            heads.append(head)
+            rows.append(first - num_shared + np.array(target.rows, dtype=np.int64))
+            reads.append((target.num_inputs, num_shared if place else 0))
+            first += target.num_inputs - num_shared
 
     def upload(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -181,14 +243,20 @@ def _micro_batch(batch: TokenBatch, members: list[int], starts_S: list[int], *, 
     def integers(numbers: list[int]) -> np.ndarray:
         return np.array(numbers, dtype=np.int64)
 
-    input_ids_T = upload([integers(batch.samples[i].tokens[: batch.targets[i].num_inputs]) for i in members])
-    rows_R = upload([first + integers(target.rows) for first, target in zip(first_rows, targets, strict=False)])
-    targets_R = upload([integers(target.ids) for target in targets])
-    places_R = upload([starts_S[i] + np.arange(len(batch.targets[i].ids)) for i in members])
-    lengths_S = upload([integers([len(target.ids) for target in targets])])
-    kept = _kept_ids(targets, device)
-    context = packed_context(lengths, device=device)
-    return MicroBatch(input_ids_T, context, rows_R, targets_R, places_R, lengths_S, kept, learns)
+    members = [i for bundle in bundled for i in bundle.members]
+    targets = [batch.targets[i] for i in members]
+    shares = any(bundle.num_shared for bundle in bundled)
+    return MicroBatch(
+        input_ids_T=upload([integers(ids) for ids in pieces]),
+        context=packed_context([len(ids) for ids in pieces], device=device, heads=heads if shares else None),
+        rows_R=upload(rows),
+        targets_R=upload([integers(target.ids) for target in targets]),
+        places_R=upload([starts_S[i] + np.arange(len(batch.targets[i].ids)) for i in members]),
+        lengths_S=upload([integers([len(target.ids) for target in targets])]),
+        kept=_kept_ids(targets, device),
+        learns=learns,
+        reads=reads,
+    )
 
 
 def _kept_ids(targets: Sequence[Targets], device: torch.device) -> KeptIds | None:

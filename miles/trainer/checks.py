@@ -43,12 +43,14 @@ def rescore_in_another_packing(
 ) -> dict[str, float]:
     """Metrics of the comparison of packs of up to `max_tokens` with single answers. `TrainError` beyond a limit."""
     trained = [i for i, target in enumerate(batch.targets) if target.ids]
-    chosen = trained[:: max(len(trained) // NUM_CHECKED, 1)][:NUM_CHECKED]
+    share = config.batch.share_prompts_in_training
+    every = 1 if share else max(len(trained) // NUM_CHECKED, 1)  # neighbours share a prompt
+    chosen = trained[::every][:NUM_CHECKED]
     if not chosen:
         return {}
     part = _only(batch, chosen)
     everyone = range(len(chosen))
-    together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens))
+    together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens, share=share))
     alone_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens, max_samples=1))
     if not (together_R.isfinite() & alone_R.isfinite()).all():
         return {}  # the optimizer step will name the samples

@@ -7,8 +7,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
 
 from miles.types import TrainSample
+
+# Whole blocks of keys are shared, so attention meets the same blocks as without sharing and changes no bit of a score.
+SHARED_MULTIPLE = 64
+MICRO_BATCH_COST = 1024  # tokens: the time that a micro-batch takes whatever its size
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Samples that stay together, by position, and how many first tokens they have in common and share."""
+
+    members: list[int]
+    num_shared: int = 0
 
 
 def canonical_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -47,3 +61,25 @@ def _spread(
         heapq.heapreplace(emptiest, (used + lengths[i], b))
         bins[b].append(i)
     return [sorted(members) for members in bins if members]
+
+
+def bundles(
+    tokens: Sequence[list[int]],
+    first_rows: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    max_samples: int | None = None,
+) -> list[Bundle]:
+    """The samples of a group in as few bundles as the budgets allow; each computes the shared tokens once.
+
+    Sample i is read up to `lengths[i]`; place `first_rows[i]` is the first that predicts a trained token. It and what
+    follows stays with the sample, so that every place of the shared part predicts a token that is given.
+    """
+    num_common = len(commonprefix([ids[:first] for ids, first in zip(tokens, first_rows, strict=True)]))
+    num_shared = num_common // SHARED_MULTIPLE * SHARED_MULTIPLE
+    if len(lengths) == 1 or num_shared == 0:
+        return [Bundle([i]) for i in range(len(lengths))]
+    own = [length - num_shared for length in lengths]
+    parts = pack(own, max_tokens=max(max_tokens - num_shared, 1), max_samples=max_samples)
+    return [Bundle(members, num_shared if len(members) > 1 else 0) for members in parts]

@@ -295,7 +295,12 @@ class LocalTrainer:
 
     def _pack(self, batch: TokenBatch, members: Sequence[int], *, learns: bool) -> list[MicroBatch]:
         return micro_batches(
-            batch, members, max_tokens=self.max_tokens, max_samples=self.config.batch.micro_batch_size, learns=learns
+            batch,
+            members,
+            max_tokens=self.max_tokens,
+            max_samples=self.config.batch.micro_batch_size,
+            learns=learns,
+            share=self.config.batch.share_prompts_in_training,
         )
 
     def _step(
@@ -345,7 +350,7 @@ class LocalTrainer:
             "train/grad_norm": result.grad_norm,
             "train/num_micro_batches": len(packed),
             "train/num_skipped_steps": int(not updates),
-            "train/tflop": (self._forward_flops(batch, watched) + passes * self._forward_flops(batch, learning)) / 1e12,
+            "train/tflop": sum(self._forward_flops(mb) * (passes if mb.learns else 1) for mb in packed) / 1e12,
         }
         return record, {"log_probs": result.log_probs_R, "entropy": result.entropy_R}
 
@@ -357,11 +362,11 @@ class LocalTrainer:
                 packed, old_values_R=inputs.values_R, returns_R=inputs.returns_R, weights_R=weights_R
             )
 
-    def _forward_flops(self, batch: TokenBatch, members: Sequence[int]) -> int:
-        """Of these samples; a backward pass takes as many for the inputs, and for the weights, of the products."""
-        lengths = [len(batch.samples[i].tokens) for i in members]
-        num_head_tokens = sum(len(batch.targets[i].ids) for i in members)
-        return forward_flops(self.model.spec, lengths, num_head_tokens=num_head_tokens)
+    def _forward_flops(self, micro_batch: MicroBatch) -> int:
+        """A backward pass takes as many for the inputs, and for the weights, of the products."""
+        lengths, shared = zip(*micro_batch.reads, strict=True)
+        num_head_tokens = micro_batch.targets_R.numel()
+        return forward_flops(self.model.spec, lengths, num_head_tokens=num_head_tokens, shared=shared)
 
     def _learning(self, inputs: TokenInputs) -> list[int]:
         """The samples that can have a gradient."""

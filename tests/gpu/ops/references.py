@@ -46,6 +46,19 @@ def packed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, lengths: list[
     return torch.cat([attend(q, k, v, scale) for q, k, v in parts])
 
 
+def grouped_attention(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, lengths: list[int], heads: list[int], scale: float
+) -> Tensor:
+    """Sequence b sees itself causally, and the whole of sequence `heads[b]` when that is another one."""
+    parts = list(zip(q_TNH.split(lengths), k_TKH.split(lengths), v_TKH.split(lengths), strict=True))
+    out = []
+    for b, (q, k, v) in enumerate(parts):
+        _, head_k, head_v = parts[heads[b]]
+        alone = heads[b] == b
+        out.append(attend(q, k if alone else torch.cat((head_k, k)), v if alone else torch.cat((head_v, v)), scale))
+    return torch.cat(out)
+
+
 @dataclass
 class PagedCase:
     """B sequences with `contexts` tokens in a cache of shuffled pages, the last `queries` of each being new."""

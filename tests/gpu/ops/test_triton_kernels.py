@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles.model.context import packed_context
 from miles.ops import activation, sampling
 from miles.ops.activation import silu_mul
 from miles.ops.norm import rms_norm
@@ -19,6 +20,7 @@ from miles.ops.sampling import row_seeds, sample
 from tests.gpu.ops.references import (
     PagedCase,
     bounds_of,
+    grouped_attention,
     log_probs_and_entropy,
     packed_attention,
     paged_case,
@@ -36,25 +38,30 @@ from miles.ops.triton_sampling import sample_uncut  # noqa: E402
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 LENGTHS = [1, 900, 0, 129, 64, 1024, 33, 128]
+HEADS = [0, 0, 2, 3, 3, 3, 6, 6]  # sequences 0, 3 and 6 are continued, in every order of lengths
 VOCAB = 151936
 
 
+@pytest.mark.parametrize("continued", [None, HEADS], ids=["alone", "groups"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 4, 32)])
-def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype, continued: list[int] | None) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, size = heads
     qkv = torch.randn(sum(LENGTHS), num_heads + 2 * num_kv_heads, size, device="cuda", dtype=dtype)
     inputs = [x.requires_grad_() for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)]
     grad = torch.randn(sum(LENGTHS), num_heads, size, device="cuda", dtype=dtype)
-    bounds = bounds_of(LENGTHS, "cuda")
+    context = packed_context(LENGTHS, device="cuda", heads=continued)
 
     def run() -> list[Tensor]:
-        out = packed_flash_attention(*inputs, bounds, max(LENGTHS), size**-0.5)
+        out = packed_flash_attention(*inputs, context.cu_seqlens, max(LENGTHS), size**-0.5, context.groups_B2)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     results, again = run(), run()
-    out = packed_attention(*inputs, LENGTHS, size**-0.5)
+    if continued is None:
+        out = packed_attention(*inputs, LENGTHS, size**-0.5)
+    else:
+        out = grouped_attention(*inputs, LENGTHS, continued, size**-0.5)
     for actual, repeated, wanted in zip(
         results, again, [out, *torch.autograd.grad(out, inputs, grad.double())], strict=True
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -59,6 +60,26 @@ def test_loss_and_gradients_equal_float32_on_the_cpu() -> None:
             assert gradient.dtype == torch.float32
             error = (gradient.cpu() - parameter.grad).norm() / parameter.grad.norm()
             assert error < tolerance, (name, float(error))
+
+
+def test_sharing_prompts_changes_loss_and_gradient_by_rounding_only() -> None:
+    """Float32: 1e-5, sums in another order. bf16: as far as the parameters' gradients are from float32 anyway."""
+    model, made = make_model(**SHAPE).bfloat16(), samples()
+    for sample in made:
+        sample.tokens = [(7 * place + sample.group_index) % 5000 for place in range(70)] + sample.tokens
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        outcomes = []
+        for share in (False, True, True):
+            trainer = trainer_of(model, dtype, "cuda")
+            batch = dataclasses.replace(trainer.config.batch, share_prompts_in_training=share)
+            trainer.config = dataclasses.replace(trainer.config, batch=batch)
+            record = trainer.train(made, rollout_id=0, weight_version=0).steps[0]
+            flat = torch.cat([parameter.grad.flatten() for parameter in trainer.optimizer.parameters.values()])
+            outcomes.append((record["train/loss"], flat))
+        (loss, plain), (shared_loss, shared), (_, again) = outcomes
+        assert shared_loss == pytest.approx(loss, rel=tolerance, abs=1e-5)
+        assert float((shared - plain).norm() / plain.norm()) < tolerance
+        assert torch.equal(shared, again)
 
 
 def test_parameters_never_move() -> None:

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.model.context import packed_context
 from miles.ops.attention import length_buckets, packed_attention
+from tests.gpu.ops.references import grouped_attention
 
 
 def one_sequence(q, k, v, scale):
@@ -89,3 +91,26 @@ def test_a_batch_of_equal_lengths_is_not_copied():
     buckets = length_buckets([7, 7], device=torch.device("cpu"))
     assert buckets.shapes == ((2, 7),)
     assert buckets.packed_of_row_R is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([5, 37, 3, 41, 1, 32, 9, 70, 0, 2, 33], [0, 1, 1, 1, 4, 5, 5, 7, 7, 7, 10]),
+        ([4, 6, 6, 6], [0, 0, 0, 0]),
+        ([90, 3, 150, 60, 200, 1, 1], [0, 0, 0, 3, 3, 3, 3]),
+    ],
+)
+def test_sequences_that_continue_another(lengths, heads):
+    q, k, v = inputs(lengths, 4, 2, 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    grad = torch.randn(q.shape)
+    expected = grouped_attention(*exact, lengths, heads, 0.3)
+    expected.backward(grad.double())
+    context = packed_context(lengths, device="cpu", heads=heads)
+    actual = packed_attention(*leaves, context.cu_seqlens, context.max_seqlen, 0.3, None, context.groups_B2)
+    actual.backward(grad)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    for leaf, other in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), other.grad, atol=1e-5, rtol=1e-4)

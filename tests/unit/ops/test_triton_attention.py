@@ -8,10 +8,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.ops.references import bounds_of, packed_attention, relative_error, require_interpreter
+from miles.model.context import packed_context
+from miles.trainer.packing import SHARED_MULTIPLE
+from tests.gpu.ops.references import (
+    bounds_of,
+    grouped_attention,
+    packed_attention,
+    relative_error,
+    require_interpreter,
+)
 
 require_interpreter()
 
+from miles.ops import triton_attention  # noqa: E402
 from miles.ops.triton_attention import packed_flash_attention  # noqa: E402
 
 
@@ -46,3 +55,39 @@ def test_a_sequence_gets_the_same_bits_beside_any_other() -> None:
     both = packed_flash_attention(q, k, v, bounds_of([37, 53], "cpu"), 53, 0.2)
     alone = packed_flash_attention(q[37:], k[37:], v[37:], bounds_of([53], "cpu"), 64, 0.2)
     assert torch.equal(both[37:], alone)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "tiles"),
+    [
+        # Sequences of their own before, between and after groups; an empty member; heads below, at and above a block.
+        ([5, 37, 3, 0, 41, 9, 32, 6, 2], [0, 1, 1, 1, 1, 5, 6, 6, 8], (32, 32)),
+        ([40, 30, 41], [0, 0, 0], (64, 32)),
+        ([40, 30, 41], [0, 0, 0], (32, 64)),
+    ],
+)
+def test_sequences_that_continue_another(lengths, heads, tiles, monkeypatch) -> None:
+    monkeypatch.setattr(triton_attention, "TILES", {key: (*tiles, 4, 1) for key in triton_attention.TILES})
+    torch.manual_seed(2)
+    inputs = [torch.randn(sum(lengths), num_heads, 32, requires_grad=True) for num_heads in (2, 1, 1)]
+    grad = torch.randn(sum(lengths), 2, 32)
+    context = packed_context(lengths, device="cpu", heads=heads)
+
+    out = packed_flash_attention(*inputs, context.cu_seqlens, context.max_seqlen, 0.2, context.groups_B2)
+    expected = grouped_attention(*inputs, lengths, heads, 0.2)
+    assert relative_error(out, expected) < 1e-5
+    expected_grads = torch.autograd.grad(expected, inputs, grad.double())
+    for actual, wanted in zip(torch.autograd.grad(out, inputs, grad), expected_grads, strict=True):
+        assert relative_error(actual, wanted) < 1e-5
+
+
+def test_a_head_of_whole_blocks_changes_no_bit_of_the_forward_pass() -> None:
+    assert all(SHARED_MULTIPLE % block == 0 for tiles in triton_attention.TILES.values() for block in tiles[:2])
+    torch.manual_seed(3)
+    shared, own = ([torch.randn(size, num_heads, 32) for num_heads in (2, 1, 1)] for size in (64, 45))
+    context = packed_context([64, 10, 45], device="cpu", heads=[0, 0, 0])
+    inputs = [torch.cat((x, y[:10], y)) for x, y in zip(shared, own, strict=True)]
+    together = packed_flash_attention(*inputs, context.cu_seqlens, 64, 0.2, context.groups_B2)
+    whole = [torch.cat(parts) for parts in zip(shared, own, strict=True)]
+    alone = packed_flash_attention(*whole, bounds_of([109], "cpu"), 109, 0.2)
+    assert torch.equal(together[:64], alone[:64]) and torch.equal(together[74:], alone[64:])
