@@ -28,7 +28,7 @@ OPTIONS = {
     "adam_bfloat16": ["--adam-state", "bfloat16"],
     "adam_8bit": ["--adam-state", "8bit"],
     "moments_on_host": ["--optimizer-cpu-offload"],
-    "offload_train": ["--offload-train"],
+    "offload_train": ["--offload-train", "--offload-rollout"],
 }
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t by degrees of freedom
 

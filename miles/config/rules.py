@@ -266,6 +266,12 @@ def _layout(config: RunConfig) -> Iterator[str]:
 def _offload(config: RunConfig) -> Iterator[str]:
     if config.engine.offload_rollout is False and config.engine.offload_rollout_level:
         yield "--no-offload-rollout and --offload-rollout-level contradict each other: give one of them"
+    level = config.engine.offload_rollout_level or ("kv_cache" if config.engine.offload_rollout else "")
+    if config.memory.offload_train and "kv_cache" not in level:
+        yield (
+            "--offload-train needs --offload-rollout: the KV cache grows into the memory that the trainer leaves, and "
+            "has to give it back for training"
+        )
 
 
 def _repair(config: RunConfig) -> Iterator[str]:

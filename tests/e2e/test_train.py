@@ -177,7 +177,7 @@ def test_settings_at_their_limits(miles, settings):
 
 
 def test_memory_of_the_engine_is_released_while_the_trainer_works_and_nothing_changes(miles, whole_run):
-    ended = miles.train(offload_rollout_level=["kv_cache", "weight"])
+    ended = miles.train(offload_rollout_level=["kv_cache", "weight"], offload_train=True)
     assert ended.code == 0, ended.err
     assert_same(miles.state(), state_of(whole_run))
     lines = map(json.loads, (miles.run / "metrics.jsonl").read_text().splitlines())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from miles.config.memory_section import MemoryConfig, memory_violations
+from miles.config.rules import rule_violations
+from miles.config.sections import EngineConfig, RunConfig
 from miles.plan.memory import recomputed_layers
 
 
@@ -49,3 +51,15 @@ def test_8_bit_states_need_their_library(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (violation,) = memory_violations(MemoryConfig(), adam_state="8bit")
     assert "bitsandbytes" in violation and "--adam-state 8bit" in violation
+
+
+def test_the_trainer_leaves_its_memory_only_to_a_cache_that_gives_it_back() -> None:
+    def violations(*level: str, **engine: bool) -> list[str]:
+        config = RunConfig(
+            engine=EngineConfig(offload_rollout_level=level, **engine), memory=MemoryConfig(offload_train=True)
+        )
+        return [violation for violation in rule_violations(config) if "--offload-train" in violation]
+
+    assert violations(offload_rollout=True) == violations("kv_cache", "weight") == []
+    for found in (violations(), violations("weight"), violations(offload_rollout=False)):
+        assert len(found) == 1 and "needs --offload-rollout" in found[0]
