@@ -241,6 +241,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield f"--eval-prompt-data needs pairs NAME FILE, got {len(sets)} values: {' '.join(sets)}"
     elif len(set(names)) != len(names):
         yield f"--eval-prompt-data gives two sets the same name: {' '.join(names)}"
+    if config.eval.eval_reward_key is not None and config.reward.reward_key is None:
+        yield "--eval-reward-key needs --reward-key: only a dict reward has fields"
     others = config.eval.eval_config or config.hooks.eval_function_path
     if config.eval.eval_interval is not None and not sets and not others:
         yield "--eval-interval needs --eval-prompt-data: there is nothing to evaluate on"

@@ -432,6 +432,9 @@ class EvalConfig:
     n_samples_per_eval_prompt: int = flag(
         1, "answers of an evaluation prompt", unit="answers", bounds=AT_LEAST_ONE, resume=True
     )
+    eval_reward_key: str | None = flag(
+        None, "field of a dict reward that evaluation reports; default: --reward-key", resume=True
+    )
     eval_input_key: str | None = flag(None, "default: --input-key", resume=True)
     eval_label_key: str | None = flag(None, "default: --label-key", resume=True)
     eval_temperature: float | None = flag(

@@ -17,7 +17,7 @@ from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import has_repetition, mean, summary
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.rollout.producer import Progress, check_failures, run_all_or_none
-from miles.rollout.reward_value import raw_accuracy, reward_value
+from miles.rollout.reward_value import checked_reward, raw_accuracy, reward_value
 from miles.rollout.rewards import RewardRunner
 from miles.types import Sample, SampleStatus
 
@@ -66,9 +66,14 @@ async def evaluate(
     rewards.end_batch([sample for group in written for sample in group.samples])
     flat = {name: [sample for group in of_set for sample in group] for name, of_set in samples.items()}
     metrics: dict[str, float] = {}
+    reward_key = config.eval.eval_reward_key or config.reward.reward_key
     for name, of_set in flat.items():
-        metrics |= _metrics(f"eval/{name}", of_set, reward_key=config.reward.reward_key)
-        rights = [_rights(group, config.reward.reward_key) for group in samples[name]]
+        for sample in of_set:
+            if isinstance(sample.reward, dict):
+                source, who = "the reward", f"sample {sample.index} of set {name} (--eval-reward-key)"
+                checked_reward(sample.reward, reward_key=reward_key, source=source, who=who)
+        metrics |= _metrics(f"eval/{name}", of_set, reward_key=reward_key)
+        rights = [_rights(group, reward_key) for group in samples[name]]
         metrics |= {f"eval/{name}-{kind}": value for kind, value in pass_metrics(rights).items()}
     return EvalResult(metrics, flat)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from miles.config.flags import with_values
 from miles.config.sections import DataConfig, EvalConfig, RewardConfig, RolloutConfig, RunConfig
 from miles.data.prompts import PromptSet
-from miles.errors import ConfigError, DataError
+from miles.errors import ConfigError, DataError, RewardError
 from miles.evals.run import EvalResult, evaluate
 from miles.evals.suites import EvalSuite, eval_sampling, load_suites
 from miles.observe import names
@@ -125,3 +126,18 @@ def test_sets_are_loaded_with_their_own_keys_and_errors_name_their_flag(tmp_path
         load("small", eval_input_key="question")
     with pytest.raises(ConfigError, match="use no slash"):
         load("a/b", eval_input_key="q")
+
+
+async def two_numbers(args: object, sample: Sample) -> dict[str, float]:
+    return {"shaped": 0.25, "acc": float("7" in sample.response)}
+
+
+def test_an_evaluation_can_report_another_field_of_the_reward_than_training() -> None:
+    flags = {"custom_rm_path": f"{__name__}.two_numbers", "rm_type": None, "reward_key": "shaped"}
+    config = with_values(CONFIG, flags)
+    assert run(FakeGenerator(answer_seven), [suite("easy", ["7"])], config).metrics["eval/easy"] == 0.25
+    config = with_values(config, {"eval_reward_key": "acc"})
+    assert run(FakeGenerator(answer_seven), [suite("easy", ["7"])], config).metrics["eval/easy"] == 1.0
+    config = with_values(config, {"eval_reward_key": "accuracy"})
+    with pytest.raises(RewardError, match=r"dict without 'accuracy' .* for sample 0 of set easy \(--eval-reward-key\)"):
+        run(FakeGenerator(answer_seven), [suite("easy", ["7"])], config)

@@ -1,0 +1,162 @@
+"""Learn to use a tool: products that the model cannot work out, and a Python tool that can.
+
+    python recipes/retool.py FOLDER [--model SMOLLM2_FOLDER] [--tool python|calculator] [--seed 0] [--steps 40]
+
+Two runs of `miles train`. The warm-up is supervised: three answers in four guess at once, one calls the tool and copies
+what it says. Then reinforcement learning finds out which one pays: the share of right answers goes from about a third
+to nearly all, and `rollout/num_turns` from about 1.25 to 2. Without `--model` a tiny decoder is made from nothing, in
+some minutes on two CPU cores. The Python tool runs in the sandbox of the code reward; `calculator` needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from miles.checkpoint.hf import export_hf
+from miles.model.decoder import Decoder
+from miles.model.names import to_hf
+from miles.model.spec import load_spec
+
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "python", "arguments": {"code": "print(', ')"}}', "####"]
+PIECES += ["user", "assistant", "tool", "system"]
+CHARACTERS = ["\n", " ", *"0123456789*=?error:.,()'\"{}-+/"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GUESS_SHARE = 0.75
+NUM_WARM_UP, NUM_TRAINING, NUM_HELD_OUT = 8_000, 2_000, 200
+MODELS = {
+    "tiny": {"warm_up_steps": 500, "warm_up_lr": 3e-3, "lr": 1e-3},
+    "given": {"warm_up_steps": 60, "warm_up_lr": 2e-5, "lr": 2e-6},
+}
+
+
+def calculator(name: str, params: dict) -> str:
+    """A tool that knows products only, for machines on which the sandbox cannot be built."""
+    product = re.fullmatch(r"print\((\d{1,6})\*(\d{1,6})\)", str(params.get("code")))
+    return str(int(product[1]) * int(product[2])) if product and name == "python" else "error"
+
+
+def call_text(a: int, b: int) -> str:
+    return f'<tool_call>{{"name": "python", "arguments": {{"code": "print({a}*{b})"}}}}</tool_call>'
+
+
+def conversation(a: int, b: int, *, guesses: bool) -> list[dict[str, str]]:
+    asked = {"role": "user", "content": f"{a}*{b}=?"}
+    answer = {"role": "assistant", "content": f"#### {a * b}"}
+    if guesses:
+        return [asked, answer]
+    return [asked, {"role": "assistant", "content": call_text(a, b)}, {"role": "tool", "content": str(a * b)}, answer]
+
+
+def write_data(folder: Path, *, seed: int) -> None:
+    """Three files whose pairs of factors have nothing in common."""
+    chance = random.Random(seed)
+    pairs = [(a, b) for a in range(100, 1000) for b in range(12, 100)]
+    chance.shuffle(pairs)
+    warm_up, rest = pairs[:NUM_WARM_UP], pairs[NUM_WARM_UP:]
+    rows = [{"input": conversation(a, b, guesses=chance.random() < GUESS_SHARE)} for a, b in warm_up]
+    _write_rows(folder / "warm_up.jsonl", rows)
+    for name, start, count in (("train", 0, NUM_TRAINING), ("held_out", NUM_TRAINING, NUM_HELD_OUT)):
+        chosen = rest[start : start + count]
+        _write_rows(folder / f"{name}.jsonl", [{"input": f"{a}*{b}=?", "label": str(a * b)} for a, b in chosen])
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_tiny_model(folder: Path, *, seed: int) -> None:
+    """Random weights and a vocabulary of single characters and the fixed parts of a call."""
+    source = folder.parent / "tiny_config"
+    source.mkdir(parents=True, exist_ok=True)
+    pieces = list(dict.fromkeys([*SPECIAL, *PIECES, *CHARACTERS]))
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIAL])
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    config = {
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(vocabulary)},
+        **{"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+        **{"rope_theta": 10000.0, "max_position_embeddings": 128, "tie_word_embeddings": True},
+        **{"attention_bias": False, "eos_token_id": vocabulary["<|im_end|>"], "torch_dtype": "float32"},
+    }
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = load_spec(source)
+    model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.05, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+    export_hf(folder, source=source, tensors=to_hf(spec, dict(model.named_parameters())), dtype=torch.float32)
+
+
+def train(folder: Path, name: str, *flags: object) -> Path:
+    """One run of `miles train`; the weights it ends with."""
+    command = [sys.executable, "-m", "miles", "train", "--runs-dir", folder / "runs", "--run-name", name]
+    command += ["--input-key", "input", "--apply-chat-template", "--rollout-shuffle", *flags]
+    subprocess.run([*map(str, command), "--save-hf", str(folder / name)], check=True)
+    return folder / name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", type=Path, help="start from this model folder; default: a tiny one")
+    parser.add_argument("--tool", choices=("python", "calculator"), default="python")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40, help="of reinforcement learning")
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    folder, seed = arguments.folder, arguments.seed
+    sizes = MODELS["tiny" if arguments.model is None else "given"]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_data(folder, seed=seed)
+    start = arguments.model or folder / "start"
+    if arguments.model is None:
+        make_tiny_model(start, seed=seed)
+    common = ("--device", arguments.device, "--seed", seed, "--rollout-seed", seed)
+    warmed = train(
+        folder,
+        "warm_up",
+        *("--hf-checkpoint", start, "--prompt-data", folder / "warm_up.jsonl", "--loss-type", "sft_loss", *common),
+        *("--calculate-per-token-loss", "--rollout-batch-size", 64, "--num-rollout", sizes["warm_up_steps"]),
+        *("--lr", sizes["warm_up_lr"], "--lr-decay-style", "linear", "--min-lr", sizes["warm_up_lr"] / 10),
+        *("--lr-warmup-iters", 20, "--adam-beta2", 0.95),
+    )
+    tools = {"python": "miles.rollout.generate_hub.python_tool.execute", "calculator": "recipes.retool.calculator"}
+    train(
+        folder,
+        "learned",
+        *("--hf-checkpoint", warmed, "--prompt-data", folder / "train.jsonl", "--label-key", "label", *common),
+        *("--custom-generate-function-path", "miles.rollout.generate_hub.multi_turn.generate"),
+        *("--generate-execute-tool-function-path", tools[arguments.tool], "--generate-max-turns", 3),
+        *("--rm-type", "gsm8k", "--num-rollout", arguments.steps, "--rollout-batch-size", 32),
+        *("--n-samples-per-prompt", 8, "--rollout-max-response-len", 96, "--lr", sizes["lr"]),
+        *("--eval-interval", max(1, arguments.steps // 4), "--eval-prompt-data", "products", folder / "held_out.jsonl"),
+    )
+    records = [json.loads(line) for line in (folder / "runs" / "learned" / "metrics.jsonl").read_text().splitlines()]
+    scores = [record["eval/products"] for record in records if record["kind"] == "eval"]
+    turns = [record["rollout/num_turns"] for record in records if record["kind"] == "step"]
+    print(f"right answers {scores[0]:.3f} -> {scores[-1]:.3f}; turns {turns[0]:.2f} -> {turns[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
