@@ -153,6 +153,14 @@ def _figures(data: Any, place: str) -> Iterator[tuple[str, bool, str]]:
             yield f"{place}.{name}" if place else name, right, f"{value}, but {expected:.6g} follows"
 
 
+def _wilson(num_right: int, num: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval of a share at 95 percent (1927)."""
+    share, spread = num_right / num, z * z / num
+    middle = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / num + spread / num / 4) / (1 + spread)
+    return middle - half, middle + half
+
+
 def _rounding(value: float) -> float:
     """A figure may be stored with fewer digits than it was computed with: half of its last one."""
     decimals = repr(value).partition(".")[2]
@@ -169,6 +177,12 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
         raw = data.get(rest)
         if kind in _FROM_LIST and isinstance(raw, list) and raw and all(isinstance(one, (int, float)) for one in raw):
             yield name, float(_FROM_LIST[kind](raw))
+        if kind == "num" and isinstance(raw, dict) and raw and all(isinstance(one, bool) for one in raw.values()):
+            yield name, sum(raw.values())
+    if all(isinstance(data.get(name), (int, float)) for name in ("accuracy", "low", "high", "items")):
+        num_right = round(data["accuracy"] * data["items"])
+        yield "accuracy", num_right / data["items"]
+        yield from zip(("low", "high"), _wilson(num_right, data["items"]), strict=True)
     curve = data.get("held_out_curve")
     if isinstance(curve, list) and curve:
         yield from (

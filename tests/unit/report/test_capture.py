@@ -73,7 +73,14 @@ def test_figures_of_results_follow_from_what_is_beside_them(tmp_path):
     (tmp_path / "bad.json").write_text(json.dumps(good | {"share_of_limit": 0.6, "commit": None}))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "rounded.json").write_text(json.dumps(good | {"seconds": 2.001, "share_of_limit": 0.4998}))
-    bad, broken, fine, rounded = check_results(tmp_path)
+    # Wilson's interval of 8 of 10, from Newcombe 1998: 0.4902 to 0.9433
+    shares = {"num_learned": 2, "learned": {"a": True, "b": True, "c": False}, "items": 10, "accuracy": 0.8}
+    (tmp_path / "shares.json").write_text(json.dumps(good | shares | {"low": 0.4902, "high": 0.9433}))
+    wrong = {"num_learned": 3, "accuracy": 0.81, "low": 0.51, "high": 0.9433}
+    (tmp_path / "shares_wrong.json").write_text(json.dumps(good | shares | wrong))
+    bad, broken, fine, rounded, shared, shared_wrong = check_results(tmp_path)
+    assert shared.ok and shared.detail == "6 figures follow"
+    assert [part.partition(":")[0] for part in shared_wrong.detail.split("; ")] == ["num_learned", "accuracy", "low"]
     assert rounded.ok
     assert fine.ok and fine.detail == "2 figures follow"
     assert bad.ok is False and "lacks commit" in bad.detail and "0.6, but 0.5 follows" in bad.detail
