@@ -1,18 +1,23 @@
 """Seconds of a whole GRPO step of the recipe, split into its phases, on one GPU.
 
-    python benchmarks/grpo_step.py [--shape 0.6b] [--repetitions 3] [--device cuda] [--write FOLDER]
+    python benchmarks/grpo_step.py [--shape qwen3-0.6b] [--repetitions 3] [--write FOLDER]
+        [--peer trl] [--peer-path trl=FOLDER[:FOLDER...]]
 
 One step: write 256 answers with log-probs, score them (exact match of the last token: the reward is not what is
 measured), one optimizer step with forward, backward, clip and AdamW, give the engine the new weights. The first
 repetition warms up and is reported apart; the others give medians. The limit is the bytes decoding must read (weights
 once per engine step, the KV cache once per token, prompts once per answer) at the measured copy rate, plus 6 N tokens
-at the measured matrix rate. The peer's figure was measured on the same kind of GPU by its own script, not in this run.
+at the measured matrix rate. `--peer trl` runs whole steps of TRL with vLLM in the same process, on the same weights and
+lengths, in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import json
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -20,8 +25,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
-from benchmarks.recipe import LENGTHS, random_model, requests, to_train_samples
+from benchmarks.model_folder import write_model_folder
+from benchmarks.recipe import random_model, recipe, requests, to_train_samples
 from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, OptimConfig, RunConfig
 from miles.engine.local import LocalEngine
 from miles.model.flops import forward_flops, training_flops
@@ -29,7 +36,6 @@ from miles.observe.gpu import measure_rates, synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, GenerationResult
 
-PEERS = {"TRL 1.16.0 with vLLM 0.26.0 colocated": {"seconds": 25.7, "measured": "2026-11-29, one H200, own script"}}
 PHASES = ("generate", "score", "log_probs", "update", "weight_update", "other")
 
 
@@ -72,11 +78,16 @@ def one_step(engine: LocalEngine, trainer: LocalTrainer, repetition: int, share:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--shape", default="0.6b", type=lambda name: name.removeprefix("qwen3-"))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--share", type=float, default=1.0, help="shorten every answer, to try the script out")
     parser.add_argument("--max-tokens", type=int, help="--max-tokens-per-gpu")
+    parser.add_argument("--peer", nargs="*", default=[], choices=("trl",))
+    parser.add_argument("--peer-path", action="append", default=[], metavar="NAME=FOLDER[:FOLDER]", help="its packages")
+    parser.add_argument("--peer-micro-batch", type=int, default=32, help="rows of TRL's micro-batches")
+    parser.add_argument("--limit-seconds", type=float, default=240.0, help="for the peer")
+    parser.add_argument("--logs", type=Path, help="keep what the peer prints")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
@@ -106,27 +117,65 @@ def main() -> None:
         "share_of_limit": limits["limit_seconds"] / medians["seconds"],
         "limits": limits,
         "gap": medians["gap"],
-        "peers": PEERS if arguments.shape == "0.6b" and arguments.share == 1.0 else {},
+        "peers": {},
         "peak_gb": peak_gb,
     }
     engine.close()
+    print(json.dumps(result), flush=True)
+    if arguments.peer:
+        del model, trainer, engine
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        result["peers"] = {"trl": measure_trl(arguments, dtype)}
+        if theirs := result["peers"]["trl"]["seconds"]:
+            result["times_ours_trl"] = theirs / result["seconds"]
     record(result, write=arguments.write)
+
+
+def measure_trl(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """Seconds of TRL's whole step: the median without the first."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.logs or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = Path(scratch) / "model"
+        write_model_folder(model, arguments.shape, dtype=dtype, device=arguments.device)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        sequences = [
+            {"prompt": list(request.prompt_ids), "answer": [0] * request.sampling.max_new_tokens}
+            for request in requests(0, share=arguments.share)
+        ]
+        job = {
+            "part": "trl-step",
+            "model": str(model),
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": arguments.device,
+            "sequences": sequences,
+            "repetitions": arguments.repetitions,
+            "micro_batch": arguments.peer_micro_batch,
+        }
+        paths = paths_by_name(arguments.peer_path)
+        findings, error = measure_apart(
+            "training.py", job, folder=folder, paths=paths.get("trl", "."), limit_seconds=arguments.limit_seconds
+        )
+    found: dict[str, Any] = {"seconds": None}
+    for finding in findings:
+        found |= finding
+    if steps := found.get("steps"):
+        found["seconds"] = median(step["seconds"] for step in steps[1:] or steps)
+    return found if error is None else found | {"error": error}
 
 
 def limit(spec: Any, device: str, dtype: torch.dtype, share: float) -> dict[str, float]:
     """Seconds that the hardware needs at least: what decoding reads, and what training multiplies."""
-    prompts = [length for length in LENGTHS["prompt_lengths"] for _ in range(8)]
-    answers = [max(1, round(length * share)) for length in LENGTHS["answer_lengths"]]
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    pairs = list(zip(prompts, answers, strict=True))
-    kv_tokens = sum(answer * prompt + answer * (answer + 1) // 2 for prompt, answer in pairs)
-    weight_bytes = spec.num_parameters * dtype.itemsize
-    bytes_read = weight_bytes * max(answers) + kv_bytes * kv_tokens
-    lengths = [prompt + answer for prompt, answer in pairs]
+    workload = recipe(share=share)
+    lengths = workload.sequence_lengths()
+    num_answer_tokens = workload.num_answer_tokens
     rates = measure_rates(torch.device(device), dtype)
-    decode_s = bytes_read / rates.copy_bytes_per_s
+    decode_s = workload.decode_bytes(spec, dtype)["prompts_per_answer"] / rates.copy_bytes_per_s
     train_s = 6 * spec.num_parameters * sum(lengths) / rates.matrix_flops_per_s
-    executed = training_flops(spec, lengths, num_head_tokens=sum(answers))
+    executed = training_flops(spec, lengths, num_head_tokens=num_answer_tokens)
     return {
         "copy_gb_per_s": rates.copy_bytes_per_s / 1e9,
         "matrix_tflops": rates.matrix_flops_per_s / 1e12,
@@ -134,7 +183,7 @@ def limit(spec: Any, device: str, dtype: torch.dtype, share: float) -> dict[str,
         "train_seconds": train_s,
         "limit_seconds": decode_s + train_s,
         "training_flops": float(executed),
-        "forward_flops": float(forward_flops(spec, lengths, num_head_tokens=sum(answers))),
+        "forward_flops": float(forward_flops(spec, lengths, num_head_tokens=num_answer_tokens)),
     }
 
 
