@@ -26,6 +26,7 @@ from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, Ru
 from miles.engine import sampler
 from miles.engine.core import EngineCore
 from miles.model.flops import training_flops
+from miles.observe.gpu import synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, SamplingParams, TrainSample
 
@@ -84,7 +85,9 @@ def rollout_parts(
     The first run captures the graphs. Of the second the first 16 steps are profiled, then `window` steps of `every`,
     which stand for all of them.
     """
-    core = EngineCore(model, tokenizer=None, config=EngineConfig(), device=torch.device("cuda"))
+    device = model.head_weight.device
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    core = EngineCore(model, tokenizer=None, config=EngineConfig(), device=device)
     core.add(runs[0])
     while core.has_work:
         core.step()
@@ -95,9 +98,9 @@ def rollout_parts(
         while core.has_work:
             size, weight = (16, 1.0) if num_steps == 0 else (window, every / window)
             if num_steps == 0 or num_steps % every == 0:
-                with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                with profile(activities=[activity]) as profiler:
                     num_steps += steps(core, size)
-                    torch.cuda.synchronize()
+                    synchronize(device)
                 for kernel, spent in kernel_seconds(profiler):
                     seconds[part_of(kernel)] += spent * weight
             else:
