@@ -1,6 +1,6 @@
 """Seconds of a whole GRPO step of the recipe, split into its phases, on one GPU.
 
-    python benchmarks/grpo_step.py [--shape qwen3-0.6b] [--repetitions 3] [--write FOLDER]
+    python benchmarks/grpo_step.py [--shape qwen3-0.6b] [--lora-rank 16] [--repetitions 3] [--write FOLDER]
         [--peer trl] [--peer-path trl=FOLDER[:FOLDER...]]
 
 One step: write 256 answers with log-probs, score them (exact match of the last token: the reward is not what is
@@ -29,9 +29,11 @@ from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
 from benchmarks.model_folder import write_model_folder
 from benchmarks.recipe import random_model, recipe, requests, to_train_samples
+from miles.config.lora_section import LoraConfig
 from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, OptimConfig, RunConfig
 from miles.engine.local import LocalEngine
 from miles.model.flops import forward_flops, training_flops
+from miles.model.lora import add_lora
 from miles.observe.gpu import measure_rates, synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, GenerationResult
@@ -79,6 +81,7 @@ def one_step(engine: LocalEngine, trainer: LocalTrainer, repetition: int, share:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="0.6b", type=lambda name: name.removeprefix("qwen3-"))
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters on all products, of this rank")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--share", type=float, default=1.0, help="shorten every answer, to try the script out")
@@ -97,7 +100,10 @@ def main() -> None:
         algorithm=AlgorithmConfig(eps_clip_high=0.28),
         optim=OptimConfig(lr=1e-6, weight_decay=0.1, adam_beta2=0.98),
         batch=BatchConfig(global_batch_size=256, max_tokens_per_gpu=arguments.max_tokens),
+        lora=LoraConfig(lora_rank=arguments.lora_rank),
     )
+    if config.lora.is_on:
+        add_lora(model, config.lora, seed=0)
     trainer = LocalTrainer(model, None, config, total_steps=arguments.repetitions + 1)
     engine = LocalEngine(model, None, EngineConfig(engine_max_total_tokens=400_000), device=arguments.device)
     start_up_s = time.perf_counter() - started
@@ -108,7 +114,8 @@ def main() -> None:
     limits = limit(model.spec, arguments.device, dtype, arguments.share)
     peak_gb = torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None
     result = {
-        "name": f"grpo_step_{arguments.shape}",
+        "name": f"grpo_step_{arguments.shape}{'_lora' if config.lora.is_on else ''}",
+        "lora_rank": arguments.lora_rank,
         "seconds": medians["seconds"],
         "phases": {name: medians[name] for name in PHASES},
         "first_step_seconds": steps[0]["seconds"],

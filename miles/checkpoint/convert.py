@@ -31,8 +31,8 @@ def convert_checkpoint(source: Path, target: Path, *, origin: Path | None = None
     """
     if (source / layout.STATE_NAME).is_file():
         layout.verify(source, layout.read_manifest(source))
-        adapter = source / layout.ADAPTER_FOLDER
-        source = adapter if adapter.is_dir() else source / layout.MODEL_FOLDER
+        has_adapter = (source / layout.ADAPTER_FOLDER).is_dir()
+        source = source / (layout.ADAPTER_FOLDER if has_adapter else layout.MODEL_FOLDER)
     elif layout.checkpoints(source):
         newest = max(layout.checkpoints(source).values())
         raise CheckpointError(f"--input-dir {source} holds several checkpoints; name one of them, such as {newest}")

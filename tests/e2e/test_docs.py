@@ -24,7 +24,7 @@ from miles.plan.memory import DEFAULT_ROWS, token_bytes
 from tests.e2e.harness import MODEL, REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
-PAGES = ("start", "size_it", "recipes", "speed_and_stability", "trainer", "debug", "how_it_works")
+PAGES = ("start", "size_it", "recipes", "lora", "speed_and_stability", "trainer", "debug", "how_it_works")
 MARKS = {"": True, "fails": True, "gpu": False, "network": False, "long": False, "live": False}  # whether it is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}

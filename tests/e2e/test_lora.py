@@ -3,6 +3,7 @@
 import json
 import signal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -51,3 +52,14 @@ def test_an_adapter_goes_on_in_another_run_and_merged_weights_are_a_model(miles)
     before, after = (load_model(folder, dtype=torch.float32, device="cpu") for folder in (MODEL, merged))
     assert not torch.equal(before.layers[0].attention.qkv.weight, after.layers[0].attention.qkv.weight)
     assert torch.equal(before.embedding.weight, after.embedding.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_training_adapters_only_solves_the_task_of_the_quickstart(miles, seed):
+    lora = ["--lora-rank", "8", "--lr", "2e-3"]
+    command = ["quickstart", *lora, "--seed", str(seed), "--json", "outcome.json", "--runs-dir", "runs"]
+    assert miles.start(*command).wait(timeout_s=1100).code == 0
+    outcome = json.loads((miles.folder / "outcome.json").read_text())
+    assert outcome["held_out_before"] < 0.4 and outcome["held_out_after"] > 0.9
