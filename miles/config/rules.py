@@ -232,6 +232,8 @@ def _lora(config: RunConfig) -> Iterator[str]:
                 yield f"{spelling(name)}: {module!r} gets no adapter{closest(module, known)}; known: {', '.join(known)}"
     if not module_names(lora.target_modules):
         yield "--target-modules is empty: LoRA would train nothing"
+    if lora.lora_dropout > 0 and config.checks.ci_test:
+        yield "--ci-test compares training passes with the engine, which drops nothing: leave out --lora-dropout"
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:

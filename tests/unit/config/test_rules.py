@@ -57,6 +57,7 @@ def test_good_settings_have_no_violation():
         ({"lora_rank": 8, "target_modules": ("q_proj,qproj",)}, "--target-modules: 'qproj' gets no adapter (did"),
         ({"lora_rank": 8, "exclude_modules": ("lm_head",)}, "--exclude-modules: 'lm_head' gets no adapter"),
         ({"lora_rank": 8, "target_modules": (",",)}, "--target-modules is empty"),
+        ({"lora_rank": 8, "lora_dropout": 0.1, "ci_test": True}, "leave out --lora-dropout"),
         ({"lora_rank": -1}, "--lora-rank must be at least 0"),
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt 1 gives groups of one answer"),
         (
