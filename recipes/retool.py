@@ -2,10 +2,11 @@
 
     python recipes/retool.py FOLDER [--model SMOLLM2_FOLDER] [--tool python|calculator] [--seed 0] [--steps 40]
 
-Two runs of `miles train`. The warm-up is supervised: three answers in four guess at once, one calls the tool and copies
-what it says. Then reinforcement learning finds out which one pays: the share of right answers goes from about a third
-to nearly all, and `rollout/num_turns` from about 1.25 to 2. Without `--model` a tiny decoder is made from nothing, in
-some minutes on two CPU cores. The Python tool runs in the sandbox of the code reward; `calculator` needs none.
+Three runs of `miles train`. The first two are supervised: how to call the tool and copy what it says, then the habit of
+guessing at once three times in four. Then reinforcement learning finds out which one pays: right answers go from about
+one in four to nearly all, and `rollout/num_turns` from about 1.25 to 2. Without `--model` a tiny decoder is made from
+nothing, in some minutes on two CPU cores. The Python tool runs in the sandbox of the code reward; the calculator does
+not need one.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ CHAT_TEMPLATE = (
 )
 GUESS_SHARE = 0.75
 NUM_WARM_UP, NUM_TRAINING, NUM_HELD_OUT = 8_000, 2_000, 200
-MODELS = {
-    "tiny": {"warm_up_steps": 500, "warm_up_lr": 3e-3, "lr": 1e-3},
-    "given": {"warm_up_steps": 60, "warm_up_lr": 2e-5, "lr": 2e-6},
+WARM_UP = ("calls", 0.0), ("guesses", GUESS_SHARE)  # name of the run, share of guesses in its data
+MODELS = {  # steps and learning rate of each warm-up, and the rate of reinforcement learning
+    "tiny": (((500, 3e-3), (60, 5e-4)), 5e-4),
+    "given": (((40, 2e-5), (40, 1e-5)), 2e-6),
 }
 
 
@@ -61,13 +63,14 @@ def conversation(a: int, b: int, *, guesses: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, *, seed: int) -> None:
-    """Three files whose pairs of factors have nothing in common."""
+    """Warm-up, training and held-out files whose pairs of factors have nothing in common."""
     chance = random.Random(seed)
     pairs = [(a, b) for a in range(100, 1000) for b in range(12, 100)]
     chance.shuffle(pairs)
     warm_up, rest = pairs[:NUM_WARM_UP], pairs[NUM_WARM_UP:]
-    rows = [{"input": conversation(a, b, guesses=chance.random() < GUESS_SHARE)} for a, b in warm_up]
-    _write_rows(folder / "warm_up.jsonl", rows)
+    for name, share in WARM_UP:
+        rows = [{"input": conversation(a, b, guesses=chance.random() < share)} for a, b in warm_up]
+        _write_rows(folder / f"{name}.jsonl", rows)
     for name, start, count in (("train", 0, NUM_TRAINING), ("held_out", NUM_TRAINING, NUM_HELD_OUT)):
         chosen = rest[start : start + count]
         _write_rows(folder / f"{name}.jsonl", [{"input": f"{a}*{b}=?", "label": str(a * b)} for a, b in chosen])
@@ -126,30 +129,30 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     folder, seed = arguments.folder, arguments.seed
-    sizes = MODELS["tiny" if arguments.model is None else "given"]
+    warm_ups, rate_of_learning = MODELS["tiny" if arguments.model is None else "given"]
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder, seed=seed)
     start = arguments.model or folder / "start"
     if arguments.model is None:
         make_tiny_model(start, seed=seed)
     common = ("--device", arguments.device, "--seed", seed, "--rollout-seed", seed)
-    warmed = train(
-        folder,
-        "warm_up",
-        *("--hf-checkpoint", start, "--prompt-data", folder / "warm_up.jsonl", "--loss-type", "sft_loss", *common),
-        *("--calculate-per-token-loss", "--rollout-batch-size", 64, "--num-rollout", sizes["warm_up_steps"]),
-        *("--lr", sizes["warm_up_lr"], "--lr-decay-style", "linear", "--min-lr", sizes["warm_up_lr"] / 10),
-        *("--lr-warmup-iters", 20, "--adam-beta2", 0.95),
-    )
+    for (name, _), (steps, rate) in zip(WARM_UP, warm_ups, strict=True):
+        start = train(
+            folder,
+            name,
+            *("--hf-checkpoint", start, "--prompt-data", folder / f"{name}.jsonl", "--loss-type", "sft_loss", *common),
+            *("--calculate-per-token-loss", "--rollout-batch-size", 64, "--num-rollout", steps, "--lr", rate),
+            *("--lr-decay-style", "linear", "--min-lr", rate / 10, "--lr-warmup-iters", 20, "--adam-beta2", 0.95),
+        )
     tools = {"python": "miles.rollout.generate_hub.python_tool.execute", "calculator": "recipes.retool.calculator"}
     train(
         folder,
         "learned",
-        *("--hf-checkpoint", warmed, "--prompt-data", folder / "train.jsonl", "--label-key", "label", *common),
+        *("--hf-checkpoint", start, "--prompt-data", folder / "train.jsonl", "--label-key", "label", *common),
         *("--custom-generate-function-path", "miles.rollout.generate_hub.multi_turn.generate"),
         *("--generate-execute-tool-function-path", tools[arguments.tool], "--generate-max-turns", 3),
         *("--rm-type", "gsm8k", "--num-rollout", arguments.steps, "--rollout-batch-size", 32),
-        *("--n-samples-per-prompt", 8, "--rollout-max-response-len", 96, "--lr", sizes["lr"]),
+        *("--n-samples-per-prompt", 8, "--rollout-max-response-len", 96, "--lr", rate_of_learning),
         *("--eval-interval", max(1, arguments.steps // 4), "--eval-prompt-data", "products", folder / "held_out.jsonl"),
     )
     records = [json.loads(line) for line in (folder / "runs" / "learned" / "metrics.jsonl").read_text().splitlines()]

@@ -23,8 +23,10 @@ from miles.types import FinishReason, GenerationResult, Sample, SampleStatus, Sa
 
 Message = dict[str, Any]
 
-_OPEN = ("messages", "prompt", "input_ids", "model", "tools", "max_tokens", "max_completion_tokens", "max_new_tokens")
-_OPEN += ("stream", "stream_options", "stop", "logprobs", "return_logprob", "user", "parallel_tool_calls", "metadata")
+_OPEN = (
+    *("messages", "prompt", "input_ids", "model", "tools", "max_tokens", "max_completion_tokens", "max_new_tokens"),
+    *("stream", "stream_options", "stop", "logprobs", "return_logprob", "user", "parallel_tool_calls", "metadata"),
+)
 _FIXED = {"n": 1, "tool_choice": "auto", "ignore_eos": False, "skip_special_tokens": True}  # taken at this value only
 _STATUS = {
     FinishReason.STOP: SampleStatus.COMPLETED,
