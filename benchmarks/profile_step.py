@@ -1,8 +1,9 @@
 """Where the time of a decode step and of a training micro-batch goes on a GPU, kernel by kernel.
 
-    python benchmarks/profile_step.py [--shape 0.6b] [--rows 256] [--context 600] [--write FOLDER]
+    python benchmarks/profile_step.py [--shape 0.6b] [--rows 256] [--context 600] [--answers 8] [--write FOLDER]
 
-Writes a table of each and one JSON line: milliseconds of a step by the clock, on the device, and of host work.
+With `--answers` above 1, so many rows have a prompt of `--prompt` tokens in common; the rest of the context is
+theirs. Writes a table of each and one JSON line: milliseconds of a step by the clock, on the device, and of host work.
 """
 
 from __future__ import annotations
@@ -129,11 +130,13 @@ def steps(core: EngineCore, most: int) -> int:
     return done
 
 
-def profile_decode(model: Any, rows: int, context: int) -> tuple[dict[str, float], str]:
+def profile_decode(model: Any, rows: int, context: int, answers: int, num_prompt: int) -> tuple[dict[str, float], str]:
     config = EngineConfig(engine_max_total_tokens=rows * (context + 400), engine_max_running_requests=rows)
     core = EngineCore(model, tokenizer=None, config=config, device=torch.device("cuda"))
-    ids = torch.randint(1000, 100_000, (rows, context)).tolist()
-    sampling = SamplingParams(max_new_tokens=350, ignore_eos=True)
+    if answers == 1:
+        num_prompt = context
+    ids = torch.randint(1000, 100_000, (-(-rows // answers), num_prompt)).repeat_interleave(answers, 0)[:rows].tolist()
+    sampling = SamplingParams(max_new_tokens=context - num_prompt + 350, ignore_eos=True)
     core.add(GenerationRequest(i, prompt, sampling, i) for i, prompt in enumerate(ids))
     while core.table.waits.any() or core.scheduler.waiting or (core.table.length[:rows] < context + 20).any():
         core.step()
@@ -194,11 +197,17 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=600)
+    parser.add_argument("--answers", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=100)
+    parser.add_argument("--decode-only", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=22_000)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     model = random_model(arguments.shape, dtype=torch.bfloat16, device="cuda")
-    decode, decode_table = profile_decode(model, arguments.rows, arguments.context)
+    decode, decode_table = profile_decode(model, arguments.rows, arguments.context, arguments.answers, arguments.prompt)
+    if arguments.decode_only:
+        print(decode_table, decode)
+        return
     training, training_table = profile_training(model, arguments.shape, arguments.max_tokens)
     if arguments.write is not None:
         arguments.write.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps: one replay instead of some three hundred launches.
 
-There is a graph for each class of batch sizes, captured when it is first needed. A batch is padded up to its class:
+There is a graph for each class of batch sizes, with and without shared reads of prompts (`sharing.py`), captured when
+it is first needed. A batch is padded up to its class:
 rows of padding have no context, store nothing and draw into a place of their own. Inputs lie in one block of memory per
 graph, so that a step copies twice: that block, and the block tables. The weights never move, so a graph computes with
 what the trainer has made of them.
@@ -11,6 +12,7 @@ Shapes: R rows, padded to their class; P blocks of a row; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from miles.engine.batch import Plan
 from miles.engine.memory import KvCache
 from miles.engine.request import UNKNOWN, RequestTable
 from miles.engine.sampler import draw_rows, next_seeds
+from miles.engine.sharing import SharedBeginnings
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
 from miles.ops.matmul import project_float32
@@ -67,13 +70,17 @@ class DecodeGraphs:
         cache: KvCache,
         last_tokens: Tensor,
         upload: Callable[[np.ndarray], Tensor],
+        sharing: SharedBeginnings | None,
     ) -> None:
+        assert sharing is not None, "a graph replays kernels"
         self._model, self._table, self._cache, self._upload = model, table, cache, upload
-        self._last_tokens = last_tokens
+        self._last_tokens, self._sharing = last_tokens, sharing
         device, num_blocks = last_tokens.device, -(-model.spec.max_position_embeddings // table.page_size)
         num_blocks = min(num_blocks, cache.num_blocks)
         self._block_tables_RP = torch.zeros(size_class(table.num_rows), num_blocks, dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._shared_3S = torch.zeros(3, sharing.num_places, dtype=torch.int32, device=device)
+        self._shared_now: np.ndarray | None = None  # what it holds
+        self._graphs: dict[tuple[int, bool, bool], Graph] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def draw(self, plan: Plan) -> Tensor:
@@ -86,10 +93,13 @@ class DecodeGraphs:
 
     def _run(self, plan: Plan, *, draws: bool) -> Tensor:
         table, rows_R, num_rows = self._table, plan.rows_B, len(plan.rows_B)
-        filled = self._padding(size_class(num_rows))
-        key = (filled.shape[1], draws)
+        filled, shared_3S = self._padding(size_class(num_rows)), self._sharing.plan(rows_R)
+        if shared_3S is not None and shared_3S is not self._shared_now:
+            self._shared_3S.copy_(self._upload(shared_3S))
+            self._shared_now = shared_3S
+        key = (filled.shape[1], draws, shared_3S is not None)
         if key not in self._graphs:
-            compute = self._draw if draws else self._logits
+            compute = partial(self._draw if draws else self._logits, shares=shared_3S is not None)
             self._graphs[key] = Graph(compute, self._upload(filled), self._stream, self._pool)
         graph = self._graphs[key]
         places_R = table.computed[rows_R]
@@ -115,7 +125,7 @@ class DecodeGraphs:
         filled[_TEMPERATURES].view(np.float64)[:] = 1.0
         return filled
 
-    def _logits(self, inputs: Tensor) -> Tensor:
+    def _logits(self, inputs: Tensor, *, shares: bool) -> Tensor:
         num_rows = inputs.shape[1]
         ids_R = torch.where(inputs[_IDS] == UNKNOWN, self._last_tokens[inputs[_ROWS]], inputs[_IDS])
         query_bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=inputs.device)
@@ -127,13 +137,14 @@ class DecodeGraphs:
             self._block_tables_RP[:num_rows],
             inputs[_CONTEXTS].to(torch.int32),
             query_bounds,
+            self._shared_3S if shares else None,
         )
         hidden_RD = self._model(ids_R, ForwardContext(inputs[_POSITIONS], query_bounds, 1, view))
         return project_float32(hidden_RD, self._model.head_weight)
 
-    def _draw(self, inputs: Tensor) -> Tensor:
+    def _draw(self, inputs: Tensor, *, shares: bool) -> Tensor:
         return draw_rows(
-            self._logits(inputs),
+            self._logits(inputs, shares=shares),
             rows_R=inputs[_ROWS],
             seeds_R=inputs[_SEEDS],
             temperature_R=inputs.view(torch.float64)[_TEMPERATURES].to(torch.float32),

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from miles.engine.batch import Plan, build_inputs
-from miles.engine.graphs import DecodeGraphs
+from miles.engine.graphs import DecodeGraphs, size_class
 from miles.engine.memory import KvCache
 from miles.engine.request import UNKNOWN, RequestTable
 from miles.engine.sampler import Done, Drawing, OnTheWay, draw, draw_on_device
+from miles.engine.sharing import SharedBeginnings
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
+from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
 from miles.ops.matmul import project_float32
 from miles.ops.paged_attention import PagedView
 
@@ -45,7 +47,10 @@ class Runner:
         self._upload = uploader(device)
         # the last token of each row, and a place for rows that are padding
         self._last_tokens = torch.zeros(table.num_rows + 1, dtype=torch.int64, device=device)
-        self._make_graphs = partial(DecodeGraphs, model, table, cache, self._last_tokens, self._upload)
+        self._sharing: SharedBeginnings | None = None
+        if has_kernels(self._last_tokens) and model.spec.head_dim in HEAD_SIZES:
+            self._sharing = shared_beginnings(model, table)
+        self._make_graphs = partial(DecodeGraphs, model, table, cache, self._last_tokens, self._upload, self._sharing)
         self._graphs = self._make_graphs() if graphs else None
 
     def drop_graphs(self) -> int:
@@ -83,6 +88,7 @@ class Runner:
         ids_T = inputs.ids_T
         if self._overlaps:
             ids_T = torch.where(ids_T == UNKNOWN, self._last_tokens[inputs.rows_T], ids_T)
+        shared_3S = self._sharing.plan(plan.rows_B) if self._sharing is not None and plan.only_decodes else None
         view = PagedView(
             self.cache.k_caches,
             self.cache.v_caches,
@@ -91,10 +97,23 @@ class Runner:
             inputs.block_table_BP,
             inputs.context_lens_B,
             inputs.query_bounds,
+            None if shared_3S is None else self._upload(shared_3S),
         )
         context = ForwardContext(inputs.positions_T, inputs.query_bounds, inputs.max_seqlen, view)
         hidden_TD = self._model(ids_T, context)
         return project_float32(hidden_TD.index_select(0, self._upload(plan.drawn_from_R)), self._model.head_weight)
+
+
+def shared_beginnings(model: Decoder, table: RequestTable) -> SharedBeginnings:
+    """The planner of shared reads for a model's decode kernel."""
+    attention, spec = kernels("paged_attention"), model.spec
+    return SharedBeginnings(
+        table,
+        num_places=size_class(table.num_rows) + 1,
+        tile_rows=attention.tile_rows(spec.num_heads // spec.num_kv_heads),
+        key_block=attention.TILES[16][0],
+        most_tokens=attention.CHUNK * attention.SHARED_CHUNKS,
+    )
 
 
 def uploader(device: torch.device) -> Callable[[np.ndarray], Tensor]:

@@ -43,8 +43,10 @@ class PagedView:
     says where each new token's key and value go. `block_table_BP` (int32) lists the blocks of each context in order;
     places beyond it name any block with finite contents. `context_lens_B` (int32) counts all tokens of a sequence, the
     new ones included and last; `query_bounds` (int32, B + 1) are the borders of the sequences in T, each of which has a
-    new token. All on one device. The kernel wants a page size that is a power of two; the plain version is at its best
-    when sequences with one new token lie together, by growing context.
+    new token. `shared_3S` may say, when each has just one, which contexts begin with the same blocks (see
+    `paged_flash_attention`; the plain version does not read it). All on one device. The kernel wants a page size that
+    is a power of two; the plain version is at its best when sequences with one new token lie together, by growing
+    context.
     """
 
     k_caches: Sequence[Tensor]
@@ -54,6 +56,7 @@ class PagedView:
     block_table_BP: Tensor
     context_lens_B: Tensor
     query_bounds: Tensor
+    shared_3S: Tensor | None = None
 
     @cached_property
     def runs(self) -> list[QueryRun]:
@@ -101,6 +104,7 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: Paged
             max_query_len=1 if q_TNH.shape[0] == num_seqs else q_TNH.shape[0],
             page_size=view.page_size,
             scale=scale,
+            shared_3S=view.shared_3S,
         )
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     num_kv_heads, _, head_dim = k_cache.shape

@@ -10,6 +10,7 @@ import itertools
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ def require_interpreter() -> None:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected||; NaN when anything is NaN, so that `<` fails."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def product_in_order(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.ndarray:
+    """A product whose bits, as those of a tensor core, do not depend on where a row lies. NumPy's do."""
+    return (a[:, :, None] * b[None]).sum(1)
 
 
 def bounds_of(lengths: list[int], device: str) -> Tensor:
@@ -107,6 +113,37 @@ def paged_case(
     q_TNH = torch.randn(sum(queries), num_heads, size)
     k_cache, v_cache, q_TNH = (x.to(device, dtype) for x in (*caches, q_TNH))
     return PagedCase(q_TNH, k_cache, v_cache, tables.to(device), contexts, queries, page_size)
+
+
+def share_beginnings(case: PagedCase, groups: list[tuple[list[int], int]], tile_rows: int) -> Tensor:
+    """Gives the rows of each group the blocks of its first row for their first tokens (a whole number of pages), and
+    returns the plan that says so."""
+    plan_3S = torch.zeros(3, len(case.contexts) + 1, dtype=torch.int32)
+    members: list[int] = []
+    borders = [0]
+    for rows, num_tokens in groups:
+        case.tables[rows] = torch.where(
+            torch.arange(case.tables.shape[1], device=case.tables.device) < num_tokens // case.page_size,
+            case.tables[rows[:1]],
+            case.tables[rows],
+        )
+        plan_3S[0, rows] = num_tokens
+        for first in range(0, len(rows), tile_rows):
+            members += rows[first : first + tile_rows]
+            borders.append(len(members))
+    plan_3S[0, -1] = len(borders) - 1
+    plan_3S[1, : len(members)] = torch.tensor(members)
+    plan_3S[2, : len(borders)] = torch.tensor(borders)
+    return plan_3S.to(case.tables.device)
+
+
+def hide_shared_blocks(case: PagedCase, plan_3S: Tensor) -> None:
+    """Points the shared table entries of every row that is not the first of a tile out of the cache."""
+    num_tiles = int(plan_3S[0, -1])
+    firsts = set(plan_3S[1][plan_3S[2, :num_tiles].long()].tolist())
+    for row, num_tokens in enumerate(plan_3S[0, :-1].tolist()):
+        if row not in firsts:
+            case.tables[row, : num_tokens // case.page_size] = case.tables.max()
 
 
 def log_probs_and_entropy(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

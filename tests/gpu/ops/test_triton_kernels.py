@@ -21,10 +21,12 @@ from tests.gpu.ops.references import (
     PagedCase,
     bounds_of,
     grouped_attention,
+    hide_shared_blocks,
     log_probs_and_entropy,
     packed_attention,
     paged_case,
     relative_error,
+    share_beginnings,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -69,7 +71,9 @@ def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype, conti
         assert torch.equal(actual, repeated)
 
 
-def attend_paged(case: PagedCase, *, max_query_len: int, query_rows: int = 64) -> Tensor:
+def attend_paged(
+    case: PagedCase, *, max_query_len: int = 1, query_rows: int = 64, shared_3S: Tensor | None = None
+) -> Tensor:
     return paged_flash_attention(
         case.q_TNH,
         case.k_cache,
@@ -81,6 +85,7 @@ def attend_paged(case: PagedCase, *, max_query_len: int, query_rows: int = 64) -
         page_size=case.page_size,
         scale=0.1,
         query_rows=query_rows,
+        shared_3S=shared_3S,
     )
 
 
@@ -109,6 +114,31 @@ def test_decode_bits_depend_on_the_request_alone(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(attend_paged(case, max_query_len=2, query_rows=16), split)  # as part of a prompt chunk
     monkeypatch.setattr(triton_paged_attention, "TARGET_PROGRAMS", 1)
     assert torch.equal(attend_paged(case, max_query_len=1), split)
+
+
+@pytest.mark.parametrize("programs", [1, 1024, 10**6])  # one that does all, as usual, with every chunk on its own
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 1, 128)])
+def test_shared_reads_change_no_bit(
+    heads: tuple[int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 8, 16, 9 and 2 answers, whose rows lie apart, beside answers on their own."""
+    monkeypatch.setattr(triton_paged_attention, "TARGET_PROGRAMS", programs)
+    torch.manual_seed(4)
+    order = torch.randperm(40).tolist()
+    groups = [(order[:8], 96), (order[8:24], 992), (order[24:33], 512), (order[33:35], 64)]
+    contexts = [700 + 13 * row for row in range(40)]
+    for rows, num_tokens in groups:
+        for place, row in enumerate(rows):
+            contexts[row] = num_tokens + 1 + 37 * place  # the first has one token of its own
+    case = paged_case(contexts, [1] * 40, heads, page_size=16, dtype=torch.bfloat16, device="cuda")
+    plan_3S = share_beginnings(case, groups, triton_paged_attention.tile_rows(heads[0] // heads[1]))
+    alone = attend_paged(case)
+    assert relative_error(alone, case.expected(0.1)) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(attend_paged(case, max_query_len=2, query_rows=16), alone)  # as part of a prompt chunk
+    hide_shared_blocks(case, plan_3S)
+    assert torch.equal(attend_paged(case, shared_3S=plan_3S), alone)
+    plan_3S[0, -1] = 0  # no tiles: what is shared is not computed, and must show
+    assert not torch.equal(attend_paged(case, shared_3S=plan_3S), alone)
 
 
 def test_decode_in_a_cuda_graph() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
-from tests.gpu.ops.references import relative_error, require_interpreter
+from tests.gpu.ops.references import product_in_order, relative_error, require_interpreter
 
 require_interpreter()
 
+from miles.engine import sharing  # noqa: E402
 from miles.model.context import packed_context  # noqa: E402
 from miles.model.decoder import Decoder  # noqa: E402
 from miles.ops import kernels  # noqa: E402
@@ -39,6 +41,30 @@ def test_decoder_and_gradients(changes: dict[str, bool], monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "on_cpu_too", True)
     for actual, wanted in zip(scores_and_gradients(model), expected, strict=True):
         assert relative_error(actual, wanted) < 1e-4
+
+
+def test_an_answer_has_the_same_bits_when_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three answers of a prompt of 37 tokens, one of which ends early, beside a short one."""
+    monkeypatch.setattr(kernels, "on_cpu_too", True)
+    monkeypatch.setattr(np, "matmul", product_in_order)
+    prompts = [[2 + i % 31 for i in range(37)]] * 3 + [[3, 4, 5]]
+    requests = [request(i, prompt, 3 - i % 2, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    model, found, shared = make_model(**SHAPE, num_layers=1), [], []
+    plan = sharing.SharedBeginnings.plan
+
+    def seen_plan(self: sharing.SharedBeginnings, rows_R: np.ndarray) -> np.ndarray | None:
+        made = plan(self, rows_R)
+        shared.append(0 if made is None else int((made[0, :-1] == 32).sum()))
+        return made
+
+    monkeypatch.setattr(sharing.SharedBeginnings, "plan", seen_plan)
+    for worthwhile in (1, 10**9):
+        monkeypatch.setattr(sharing, "WORTHWHILE_TOKENS", worthwhile)
+        core = make_core(model, overlaps=True, engine_page_size=16)
+        core.add(requests)
+        found.append({i: (result.output_ids, result.log_probs) for i, result in run_all(core).items()})
+    assert found[0] == found[1]
+    assert shared == [3, 2, 0, 0]
 
 
 def test_engine(monkeypatch: pytest.MonkeyPatch) -> None:
