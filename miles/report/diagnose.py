@@ -6,12 +6,13 @@ from miles.report.causes import CAUSES
 from miles.report.findings import BAD, Finding
 from miles.report.ranges import RangeAlarm, Ranges
 from miles.report.runs import RunData
-from miles.report.symptoms import SYMPTOMS, other_error, unfinished
+from miles.report.symptoms import CAUSES_IN_LOGS, logged, other_error, unfinished
 
 
 def diagnose(run: RunData, *, ranges: Ranges | None = None) -> list[Finding]:
     """Findings in the order of their scores. An error that a finding explains is not listed again."""
-    found = [finding for look in (*SYMPTOMS, *CAUSES) if (finding := look(run)) is not None]
+    found = logged(run)  # before what follows from it
+    found += [finding for look in (*CAUSES_IN_LOGS, *CAUSES) if (finding := look(run)) is not None]
     if ranges is not None:
         found += _outside(run, ranges)
     if not any(finding.score >= BAD for finding in found):

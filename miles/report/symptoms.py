@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from statistics import fmean, median
 
 from miles.observe.error_rule import NUM_OFFSETS, Limits, Timeline, replay
+from miles.observe.symptoms import COLLECTIVE_TIMEOUT, SYMPTOMS
 from miles.report import signals
 from miles.report.findings import BAD, FATAL, NOTE, WATCH, Finding
 from miles.report.logs import UNAVAILABLE, Log, LogLine
@@ -18,7 +19,6 @@ from miles.report.summary import ZERO_STD, duration, number, state
 ENGINE_START = timedelta(minutes=5)
 GAP_ALARM = 0.05  # healthy gaps between bfloat16 programs are near 0.015
 
-_CUDA_MEMORY = r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory"
 _EXCEPTION = re.compile(r"^(?:Error: |(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: |$))")
 
 
@@ -70,109 +70,48 @@ def refusals(log: Log) -> Timeline:
     return Timeline(first, seconds, end, end)
 
 
-def reward_import(run: RunData) -> Finding | None:
-    line = _find(run, r"(?:ModuleNotFoundError|ImportError): |AttributeError: module '[\w.]+' has no attribute")
-    if line is None or run.steps:
-        return None
-    reward = run.setting("custom_rm_path")
-    return Finding(
-        "reward_import",
-        "A module that a flag names cannot be imported, and no rollout followed",
-        FATAL,
-        (_quote(line), *((f"--custom-rm-path is {reward}",) if reward else ())),
-        "Stop the run: it does not stop by itself. Make PYTHONPATH reach the folder of the module, and start again.",
-        ("--custom-rm-path",),
-        "7.1",
-    )
+def logged(run: RunData) -> list[Finding]:
+    """Each cause that a single line shows, once, by the table that `miles watch` uses too."""
+    found: dict[str, Finding] = {}
+    for symptom in SYMPTOMS if run.log is not None else ():
+        line = None if symptom.key in ("", *found) or symptom.at_start and run.steps else _find(run, symptom.pattern)
+        if line is not None:
+            found[symptom.key] = Finding(
+                symptom.key,
+                symptom.what[0].upper() + symptom.what[1:],
+                FATAL,
+                (_quote(line), f"{len(run.steps)} steps were finished", *_settings(run, symptom.flags)),
+                symptom.fix[0].upper() + symptom.fix[1:] + ".",
+                symptom.flags,
+                symptom.section,
+            )
+    return list(found.values())
 
 
-def flash_attention_3(run: RunData) -> Finding | None:
-    line = _find(run, r"FlashAttention v3 Backend requires SM")
-    if line is None:
-        return None
-    return Finding(
-        "flash_attention_3",
-        "FlashAttention 3 does not run on this GPU",
-        FATAL + 5,  # it is the cause of the dead engine that follows
-        (_quote(line),),
-        "Leave true on-policy mode off on this GPU, and use the default attention. Another backend named in the "
-        "message starts a run, but not one that is bit-exact.",
-        ("--true-on-policy-mode", "--sglang-attention-backend"),
-        "4.6",
-    )
+def _settings(run: RunData, flags: tuple[str, ...]) -> Iterator[str]:
+    """Those of the flags that the run was given."""
+    for flag in flags:
+        for spelling in dict.fromkeys((flag, flag.replace("--engine-", "--sglang-"))):
+            value = run.setting(spelling[2:].replace("-", "_"))
+            if value is not None:
+                yield f"{spelling} is {value}"
 
 
-def node_memory(run: RunData) -> Finding | None:
-    line = _find(run, r"Memory on the node .*was ([\d.]+)\s*GB / ([\d.]+)\s*GB|ray\.exceptions\.OutOfMemoryError")
-    if line is None:
-        return None
-    node = re.search(r"was ([\d.]+)\s*GB / ([\d.]+)\s*GB", line.message)
-    share = f"the node held {node[1]} of {node[2]} GB" if node else _quote(line)
-    return Finding(
-        "node_memory",
-        "Ray ended a worker because the memory of the node was nearly full",
-        FATAL,
-        (share, f"{len(run.steps)} steps were finished before"),
-        "Use a smaller model or less work per step. Do not raise Ray's threshold: the number is real, also where CPU "
-        "and GPU share their memory. A smaller share for the engine did not help.",
-        ("--hf-checkpoint", "--rollout-batch-size", "--n-samples-per-prompt", "--rollout-max-response-len"),
-        "2.3",
-    )
-
-
-def attention_name(run: RunData) -> Finding | None:
-    line = _find(
-        run,
-        r"attn_implementation.* is not (?:supported|a valid)|not a valid attention implementation|"
-        r"only possible arguments are .*attn_implementation",
-    )
-    if line is None:
-        return None
-    return Finding(
-        "attention_name",
-        "The trainer does not know this attention implementation",
-        FATAL,
-        (_quote(line),),
-        "Take one of the names in the message, or leave the setting at its default.",
-        ("--attn-implementation",),
-        "7.1",
-    )
-
-
-def engine_memory(run: RunData) -> Finding | None:
-    line = _find(run, _CUDA_MEMORY)
-    if line is not None and _find(run, r"ray\.exceptions\.OutOfMemoryError") is None:
-        early = "during start-up or the first rollout" if not run.steps else f"after {len(run.steps)} steps"
-        return Finding(
-            "engine_memory",
-            f"The GPU ran out of memory {early}",
-            FATAL,
-            (_quote(line), _fraction(run)),
-            "Lower the engine's share by 0.05 or 0.1 (0.8 at most when trainer and engine share the GPU), or give the "
-            "trainer fewer tokens at a time.",
-            ("--engine-mem-fraction-static", "--max-tokens-per-gpu"),
-            "7.1",
-        )
+def small_cache(run: RunData) -> Finding | None:
     tokens = run.log.kv_tokens if run.log is not None else None
     needed = _tokens_needed(run)
     if tokens is None or needed is None or tokens * 8 >= needed:
         return None
+    flags = ("--engine-mem-fraction-static",)
     return Finding(
         "small_cache",
         "The KV cache is too small for the answers of a step",
         BAD,
-        (f"it holds {tokens:,} tokens; the answers of a step need {needed:,.0f}", _fraction(run)),
+        (f"it holds {tokens:,} tokens; the answers of a step need {needed:,.0f}", *_settings(run, flags)),
         "Raise the engine's share of memory by 0.05 or 0.1.",
-        ("--engine-mem-fraction-static",),
+        flags,
         "7.1",
     )
-
-
-def _fraction(run: RunData) -> str:
-    for name in ("engine_mem_fraction_static", "sglang_mem_fraction_static"):
-        if run.setting(name) is not None:
-            return f"--{name.replace('_', '-')} is {run.setting(name)}"
-    return "the engine's share of memory is at its default"
 
 
 def _tokens_needed(run: RunData) -> float | None:
@@ -267,7 +206,7 @@ def broken_numbers(run: RunData) -> Finding | None:
         if usual > 0 and norms[place][1] > 30 * usual:
             step, norm = norms[place]
             return _broken(run, f"train/grad_norm jumps from {number(usual)} to {number(norm)} at step {step}")
-    line = _find(run, r"Watchdog caught collective operation timeout|NCCL (?:watchdog|operation) .*time|is not finite")
+    line = _find(run, COLLECTIVE_TIMEOUT) or _find(run, "is not finite")
     return _broken(run, _quote(line)) if line is not None and run.steps else None
 
 
@@ -285,24 +224,6 @@ def _broken(run: RunData, evidence: str) -> Finding:
     )
 
 
-def weight_update(run: RunData) -> Finding | None:
-    line = _find(run, r"Message truncated|Segmentation fault|SIGSEGV|ncclSystemError|ncclInternalError")
-    if line is None:
-        return None
-    truncated = "Message truncated" in line.message
-    return Finding(
-        "weight_update",
-        "The transfer of the weights failed",
-        FATAL,
-        (_quote(line),),
-        "Turn deterministic serving off on engines of several GPUs: the two sides set different numbers of channels."
-        if truncated
-        else "Update NCCL to 2.31 or later: 2.29 and 2.30 crashed with pipeline stages and a tuner plugin.",
-        ("--sglang-enable-deterministic-inference",) if truncated else (),
-        "7.1",
-    )
-
-
 def ray_cluster(run: RunData) -> Finding | None:
     external = _find(run, r"MILES_SCRIPT_EXTERNAL_RAY=['\"]?1")
     cleanup = _find(run, r"\b(?:pkill|killall)\b.*\b(?:sglang|ray|miles|redis)\b")
@@ -316,21 +237,6 @@ def ray_cluster(run: RunData) -> Finding | None:
         "Remove the cleanup from the launcher, or give the run a Ray cluster of its own.",
         (),
         "6.3",
-    )
-
-
-def wandb_group(run: RunData) -> Finding | None:
-    line = _find(run, r"unsupported operand type\(s\) for \+: 'NoneType' and 'str'")
-    if line is None or run.steps:
-        return None
-    return Finding(
-        "wandb_group",
-        "W&B was started without a group",
-        FATAL,
-        (_quote(line),),
-        "Name a group.",
-        ("--wandb-group",),
-        "5.1",
     )
 
 
@@ -413,19 +319,13 @@ def _error_text(log: Log) -> tuple[str, ...]:
     return (_quote(line),) if line is not None else ()
 
 
-SYMPTOMS: tuple[Callable[[RunData], Finding | None], ...] = (
+CAUSES_IN_LOGS: tuple[Callable[[RunData], Finding | None], ...] = (
     dead_engine,
-    reward_import,
-    flash_attention_3,
-    node_memory,
-    attention_name,
-    engine_memory,
+    small_cache,
     engine_start,
     step_zero_gap,
     fractional_rewards,
     broken_numbers,
-    weight_update,
     ray_cluster,
-    wandb_group,
     lost_checkpoint,
 )

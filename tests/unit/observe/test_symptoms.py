@@ -54,6 +54,8 @@ def test_the_line_is_recognised(name):
         "NCCL version 2.29.3+cuda13",
         "UserWarning: ModuleNotFoundError: No module named 'flash_attn'",
         "a prompt about memory on the node",
+        "export NCCL_TIMEOUT=1800 TORCH_NCCL_BLOCKING_WAIT=0",
+        "ProcessGroupNCCL initialization options: size: 1, global rank: 0, TIMEOUT(ms): 600000",
     ],
 )
 def test_healthy_lines_are_not(line):

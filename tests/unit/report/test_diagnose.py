@@ -10,6 +10,7 @@ from miles.report.diagnose import diagnose
 from miles.report.findings import WATCH
 from miles.report.ranges import build_ranges
 from miles.report.runs import Step, open_run
+from tests.unit.report import planted
 from tests.unit.report.folders import make_run
 from tests.unit.report.planted import PLANTED, Writer
 
@@ -39,6 +40,15 @@ def test_planted_fault_is_found_first(cases_dir, expected, name):
     else:
         assert keys[: len(expected[name])] == expected[name]
     assert all(finding.evidence and finding.advice for finding in findings)
+
+
+def test_what_killed_the_engine_comes_before_the_dead_engine_once(tmp_path):
+    log = Writer(0)
+    planted.engine_memory(log)
+    log.bare("CUDA error: out of memory")
+    planted.dead_engine(log)
+    (tmp_path / "log.txt").write_text("\n".join(log.lines))
+    assert [one.key for one in diagnose(open_run(tmp_path / "log.txt"))][:2] == ["engine_memory", "dead_engine"]
 
 
 def test_findings_name_flags_that_exist(cases_dir):
