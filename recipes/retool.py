@@ -39,7 +39,7 @@ GUESS_SHARE = 0.75
 NUM_WARM_UP, NUM_TRAINING, NUM_HELD_OUT = 8_000, 2_000, 200
 WARM_UP = ("calls", 0.0), ("guesses", GUESS_SHARE)  # name of the run, share of guesses in its data
 MODELS = {  # steps and learning rate of each warm-up, and the rate of reinforcement learning
-    "tiny": (((500, 3e-3), (60, 5e-4)), 5e-4),
+    "tiny": (((200, 3e-3), (60, 5e-4)), 5e-4),
     "given": (((40, 2e-5), (40, 1e-5)), 2e-6),
 }
 
