@@ -1,6 +1,6 @@
 """Does a real model learn? Two seeds and a control whose reward is random, trained at the same time on one GPU.
 
-    python benchmarks/learning.py MODEL TRAIN.jsonl HELD_OUT.jsonl [--also NAME=FILE] [--steps 60] [--write FOLDER]
+    python benchmarks/learning.py MODEL TRAIN.jsonl HELD_OUT.jsonl [--also NAME=FILE] [--steps 60] [--modes MODE ...]
 
 Each run is `miles train` as a user starts it: 16 prompts x 8 answers of up to 300 tokens, GRPO, one optimizer step a
 rollout, evaluation on all held-out items (and `--also` sets) before, between and after. These answers are graded here
@@ -24,6 +24,7 @@ from miles.observe.metrics import read_records
 from miles.observe.samples import read_samples
 from recipes.last_number import last_number
 
+MODES = {"fast": [], "deterministic": ["--deterministic-mode"], "true_on_policy": ["--true-on-policy-mode"]}
 LEARNS = ["--custom-rm-path", "recipes.last_number.reward"]
 KNOWS_NOTHING = ["--rm-type", "random"]
 CURVES = (
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-interval", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="every seed in each of these, and no control")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--write", type=Path)
@@ -110,6 +112,9 @@ def main() -> None:
         runs = Path(scratch)
         plans = {f"seed_{seed}": (seed, LEARNS) for seed in range(arguments.seeds)}
         plans["random_reward"] = (0, KNOWS_NOTHING)
+        if arguments.modes:
+            seeds = range(arguments.seeds)
+            plans = {f"{mode}_seed_{n}": (n, [*LEARNS, *MODES[mode]]) for mode in arguments.modes for n in seeds}
         start = time.perf_counter()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
         started = {
@@ -125,7 +130,7 @@ def main() -> None:
             shown = [f"{p['step']}: {p['accuracy']:.3f} [{p['low']:.3f}, {p['high']:.3f}]" for p in points]
             print(f"{name} on {evaluated}: {'  '.join(shown)}")
     result = {
-        "name": f"learning_{arguments.train.stem}",
+        "name": f"learning_{arguments.train.stem}" + ("_modes" if arguments.modes else ""),
         "seconds": seconds,
         "model": arguments.model.name,
         "steps": arguments.steps,
