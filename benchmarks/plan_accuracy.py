@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen] [--only NAME ...] [--write FOLDER]
 
-Every configuration runs in a process of its own, with random weights: on a CPU a `miles train` of two steps whose
+Every configuration runs in a process of its own, with random weights: on a CPU a `miles train` of one step whose
 worker reports its peak resident memory; on a GPU model, trainer and engine are built from the same flags, one rollout
 of answers of full length is written, and one update made. What the driver counts for the process is measured: all that
 the allocator has ever reserved, and what lies outside of it (context, libraries, kernels). The constants of
@@ -33,10 +33,11 @@ from miles.config.parse import parse_flags
 from miles.config.sections import RunConfig
 from miles.engine.local import LocalEngine
 from miles.model.decoder import Decoder
+from miles.model.lora import add_lora
 from miles.model.names import to_hf
 from miles.plan.machine import GIB, Machine, cpu_machine, gpu_machine, host_memory
 from miles.plan.memory import Job, estimate
-from miles.plan.shapes import SHAPES
+from miles.plan.shapes import find_spec
 from miles.trainer.trainer import LocalTrainer
 
 QUICKSTART = Path(__file__).parent.parent / "miles" / "quickstart" / "model"
@@ -57,17 +58,18 @@ class Case:
         return parse_flags(f"{sizes} {self.flags}".split()).config
 
     def job(self, machine: Machine) -> Job:
-        return Job(self.config, SHAPES[self.shape], machine, self.prompt_len, self.answer_len)
+        return Job(self.config, find_spec(self.shape), machine, self.prompt_len, self.answer_len)
 
 
 # The prompts of the CPU cases have 15 tokens: `12+34=?` in the chat template of the quickstart.
 CASES = {
     "cpu": {
         "calibration": {
+            "quickstart": Case(str(QUICKSTART), 8, 15, 40),
             "135M": Case("SmolLM2-135M", 2, 15, 100),
             "135M, small budget": Case("SmolLM2-135M", 2, 15, 100, "--max-tokens-per-gpu 256"),
         },
-        "frozen": {},
+        "frozen": {"135M, reference": Case("SmolLM2-135M", 1, 15, 64, "--max-tokens-per-gpu 400 --use-kl-loss")},
     },
     "cuda": {
         "calibration": {
@@ -98,7 +100,27 @@ CASES = {
                 "--adam-state bfloat16",
             ),
         },
-        "frozen": {},
+        "frozen": {
+            "0.6B, reference": Case(
+                "Qwen3-0.6B", 16, 150, 120, "--max-tokens-per-gpu 3000 --engine-mem-fraction-static 0.5 --use-kl-loss"
+            ),
+            "1.7B, moments on the host": Case(
+                "Qwen3-1.7B",
+                16,
+                120,
+                150,
+                "--max-tokens-per-gpu 12000 --engine-max-total-tokens 80000 --optimizer-cpu-offload "
+                "--recompute-method block --recompute-granularity full --recompute-num-layers 14",
+            ),
+            "4B, LoRA": Case(
+                "Qwen3-4B",
+                16,
+                250,
+                100,
+                "--max-tokens-per-gpu 8000 --engine-max-total-tokens 100000 --lora-rank 16 --lora-alpha 32",
+            ),
+        },
+        "recipe": {"4B, 32 x 8 x 1,024": Case("Qwen3-4B", 32, 100, 1024)},
     },
 }  # fmt: skip
 
@@ -124,8 +146,11 @@ def run_on_gpu(case: Case) -> dict[str, Any]:
     note("context")
     config = case.config
     model = random_decoder(case.shape, torch.bfloat16, device)
+    if config.lora.is_on:
+        add_lora(model, config.lora, seed=0)
+    reference = random_decoder(case.shape, torch.bfloat16, device) if config.algorithm.use_kl_loss else None
     note("model")
-    trainer = LocalTrainer(model, None, config, total_steps=1)
+    trainer = LocalTrainer(model, reference, config, total_steps=1)
     note("trainer")
     engine = LocalEngine(model, None, config.engine, device=device)
     note("engine")
@@ -147,7 +172,7 @@ def run_on_gpu(case: Case) -> dict[str, Any]:
 def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
     """`miles train` with these flags; what its worker reported."""
     model, data = folder / "model", folder / "sums.jsonl"
-    spec = SHAPES[case.shape]
+    spec = find_spec(case.shape)
     source = json.loads((QUICKSTART / "config.json").read_text()) | {
         "architectures": [spec.architecture],
         "vocab_size": spec.vocab_size,
@@ -170,7 +195,7 @@ def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
     data.write_text("".join(f'{{"input": "{a}+34=?", "label": "{a + 34}"}}\n' for a in range(12, 40)))
     command = [sys.executable, "-m", "miles", "train", *case.flags.split(), "--hf-checkpoint", str(model)]
     command += ["--prompt-data", str(data), "--label-key", "label", "--apply-chat-template", "--device", "cpu"]
-    command += ["--rm-type", "deterministic_random", "--num-rollout", "2", "--runs-dir", str(folder), "--run-name", "r"]
+    command += ["--rm-type", "deterministic_random", "--num-rollout", "1", "--runs-dir", str(folder), "--run-name", "r"]
     command += ["--rollout-batch-size", str(case.prompts), "--n-samples-per-prompt", str(ANSWERS_PER_PROMPT)]
     command += ["--rollout-max-response-len", str(case.answer_len), "--progress", "off"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -180,7 +205,7 @@ def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def random_decoder(shape: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    model = Decoder(SHAPES[shape], dtype=dtype, device=device)
+    model = Decoder(find_spec(shape), dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -206,7 +231,7 @@ def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--round", choices=("calibration", "frozen"), default="calibration")
+    parser.add_argument("--round", choices=("calibration", "frozen", "recipe"), default="calibration")
     parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument("--child", help="run this one here")
     parser.add_argument("--write", type=Path)

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a model with reinforcement learning, or on given answers",
     "reward": "grade stored answers offline, compare two rewards, check the labels of a data set",
     "check": "say before a run whether it can work: hooks, data, labels, model, memory, disk, log-probs, step time",
+    "plan": "estimate memory, disk and time of a run without a GPU, and name what fits",
     "rehearse": "rehearse what can go wrong in a run: kills, hangs, a full disk, bad numbers",
     "eval": "evaluate a model or a checkpoint on sets of prompts",
     "hooks": "list the hooks: functions of yours that replace or extend a part of a run",

@@ -41,7 +41,7 @@ from miles.loop.tracking import check_tracking, follow
 from miles.loop.worker import WorkerContext
 from miles.model.decoder import Decoder
 from miles.model.load import load_model, resolve_model
-from miles.model.lora import add_lora, num_adapter_parameters
+from miles.model.lora import add_lora
 from miles.model.spec import ModelSpec, load_spec
 from miles.observe.gate import GATE
 from miles.observe.gpu import measure_rates
@@ -50,6 +50,7 @@ from miles.observe.heat import guarding, make_sensor
 from miles.observe.log import get_logger
 from miles.observe.metrics import MetricsWriter
 from miles.observe.timers import Timers
+from miles.plan.memory import num_adapter_parameters
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import Hook, RolloutHooks
 from miles.rollout.producer import Producer

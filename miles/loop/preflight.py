@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,14 @@ from miles.engine.memory import available_bytes
 from miles.errors import StorageError
 from miles.loop.placement import Placement
 from miles.loop.schedule import Schedule
-from miles.model.lora import num_adapter_parameters
 from miles.model.spec import ModelSpec
 from miles.observe.environment import driver_version
 from miles.observe.log import get_logger
+from miles.plan.advice import flags_text, remedies
+from miles.plan.disk import disk_of
+from miles.plan.machine import Machine, cpu_machine, free_disk, gpu_machine
+from miles.plan.memory import CPU_PROCESS_BYTES, DEFAULT_PROMPT_LEN, GPU_PROCESS_BYTES, Job, estimate
+from miles.plan.seconds import step_seconds
 from miles.text.tokenizer import Tokenizer
 from miles.types import Sample
 
@@ -30,9 +33,7 @@ logger = get_logger(__name__)
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 NUM_SHOWN = 3
-# Per parameter: float32 master and two moments are saved; training also has weights and gradients.
-CHECKPOINT_BYTES, CPU_TRAIN_BYTES, GPU_TRAIN_BYTES = 12, 16, 18
-_SPARE_BYTES = 64 << 20
+MEMORY_AND_DISK = "memory and disk"
 _MIN_CAPABILITY = (8, 0)  # bfloat16 and the Triton kernels
 
 
@@ -108,47 +109,47 @@ def labels(prompts: Sequence[Sample], problems: Sequence[str | None]) -> Verdict
     return Verdict("labels", FAIL, text + "; correct or remove the others", shown, data)
 
 
-def disk(config: RunConfig, spec: ModelSpec, save: Path, schedule: Schedule) -> Verdict:
-    """Room for the checkpoints that will be there at one time, the one being written included."""
-    trained = num_adapter_parameters(spec, config.lora) if config.lora.is_on else spec.num_parameters
-    one = trained * CHECKPOINT_BYTES + _SPARE_BYTES
-    interval = config.run_dir.save_interval
-    total = 1 if interval is None else -(-schedule.num_rollout // interval)
-    if config.run_dir.save_keep_last is not None:
-        total = min(total, config.run_dir.save_keep_last + (config.run_dir.save_keep_best or 0))
-    folder = next(parent for parent in (save, *save.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
-    needed = (total + 1) * one
-    data = {"checkpoint_bytes": one, "num_checkpoints": total, "free_bytes": free}
-    text = f"{total} checkpoint{'s' * (total != 1)} of {_gb(one)}, {_gb(free)} free in {folder}"
-    if free < one:
-        return Verdict("disk", FAIL, f"{text}: not one fits; free space or give another --save", data=data)
-    if free < needed:
-        return Verdict("disk", WARN, f"{text}: it will be full; --save-keep-last N keeps fewer", data=data)
-    return Verdict("disk", OK, text, data=data)
+def machine_here(placement: Placement, save: Path) -> Machine:
+    """What is free on this machine, and what this process itself has taken of it so far."""
+    host_bytes, disk_bytes = available_bytes(torch.device("cpu")), free_disk(save)
+    if placement.device.type != "cuda":
+        return cpu_machine(host_bytes=host_bytes + CPU_PROCESS_BYTES, disk_bytes=disk_bytes)
+    properties = torch.cuda.get_device_properties(placement.device)
+    free_bytes, shares = available_bytes(placement.device), bool(getattr(properties, "is_integrated", False))
+    machine = gpu_machine(properties.name, memory_gib=1.0, unified=shares, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    assert machine is not None, "the memory is given"
+    memory_bytes = (min(free_bytes, host_bytes) if shares else free_bytes) + GPU_PROCESS_BYTES
+    return replace(machine, memory_bytes=memory_bytes)
 
 
-def memory(config: RunConfig, spec: ModelSpec, placement: Placement) -> Verdict:
-    """Weights, gradients and optimizer state of every model of the run against what is free."""
-    algorithm = config.algorithm
-    on_gpu, width = placement.device.type == "cuda", placement.dtype.itemsize
-    train_bytes = GPU_TRAIN_BYTES if on_gpu else CPU_TRAIN_BYTES
-    shares_reference = config.lora.is_on and config.model.ref_load is None  # the policy without its adapters
-    has_reference = (algorithm.use_kl_loss or algorithm.kl_coef != 0) and not shares_reference
-    per_parameter = (has_reference + algorithm.use_opd) * width + (width if config.lora.is_on else train_bytes)
-    if algorithm.advantage_estimator == "ppo":
-        per_parameter += train_bytes
-    adapters = num_adapter_parameters(spec, config.lora) * train_bytes if config.lora.is_on else 0
-    needed, free = spec.num_parameters * per_parameter + adapters, available_bytes(placement.device)
-    data = {"needed_bytes": needed, "free_bytes": free}
+def memory_and_disk(
+    config: RunConfig, spec: ModelSpec, machine: Machine, schedule: Schedule, *, prompt_len: int = DEFAULT_PROMPT_LEN
+) -> Verdict:
+    """`miles plan` of this run on this machine: refused when it cannot fit, with the flags that change that."""
+    job = Job(config, spec, machine, prompt_len, config.rollout.rollout_max_response_len)
+    memory, disk = estimate(job), disk_of(job, num_rollout=schedule.num_rollout)
+    kept, one, free = disk.num_checkpoints, disk.checkpoint_bytes, machine.disk_bytes
     text = (
-        f"{_gb(needed)} for weights, gradients and optimizer, {_gb(free)} free on the {'GPU' if on_gpu else 'machine'}"
+        f"{_gb(memory.process_bytes)} of {_gb(machine.memory_bytes)} at most; {kept} checkpoint{'s' * (kept != 1)} of "
+        f"{_gb(one)}, {_gb(free)} free"
     )
-    if needed > free:
-        return Verdict("memory", FAIL, f"{text}: take a smaller model or another machine", data=data)
-    if needed > 0.8 * free:
-        return Verdict("memory", WARN, f"{text}: little is left for activations and the KV cache", data=data)
-    return Verdict("memory", OK, text, data=data)
+    data = {
+        "needed_bytes": memory.process_bytes, "free_bytes": machine.memory_bytes, "share": memory.use,
+        "parts": memory.device,
+        "checkpoint_bytes": one, "num_checkpoints": kept, "free_disk_bytes": free,
+        "seconds": step_seconds(job, memory).step,
+    }  # fmt: skip
+    if memory.cannot_fit:
+        ways = "; or ".join(flags_text(changes) for changes in remedies(job))
+        advice = f"set {ways}" if ways else "no setting is enough: take a smaller model or another machine"
+        return Verdict(MEMORY_AND_DISK, FAIL, f"the run does not fit: {text}. {advice}", data=data)
+    if free < one:
+        return Verdict(MEMORY_AND_DISK, FAIL, f"{text}: not one fits; free space or give another --save", data=data)
+    if not memory.fits:
+        return Verdict(MEMORY_AND_DISK, WARN, f"{text}: little is left; `miles plan` names flags that help", data=data)
+    if free < disk.needed_bytes:
+        return Verdict(MEMORY_AND_DISK, WARN, f"{text}: it will be full; --save-keep-last N keeps fewer", data=data)
+    return Verdict(MEMORY_AND_DISK, OK, text, data=data)
 
 
 def hardware(placement: Placement) -> Verdict:
@@ -168,12 +169,13 @@ def hardware(placement: Placement) -> Verdict:
 def report_at_start(
     config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, placement: Placement, *, save: Path, schedule: Schedule
 ) -> None:
-    """Log what costs no time to find out. Raises `StorageError` when not one checkpoint could be saved."""
+    """Log what costs no time to find out. Raises `StorageError` when the run cannot fit into memory, or not one
+    checkpoint could be saved."""
+    machine = machine_here(placement, save)
     verdicts = [
         stop_ids(config, spec, tokenizer),
         hardware(placement),
-        memory(config, spec, placement),
-        disk(config, spec, save, schedule),
+        memory_and_disk(config, spec, machine, schedule),
     ]
     for verdict in verdicts:
         level = logging.INFO if verdict.status == OK else logging.WARNING

@@ -96,9 +96,9 @@ def _check_inputs(config: RunConfig, checks: Checks) -> None:
     placement = checks.attempt("hardware", lambda: place(config.model, spec))
     if placement is not None:
         checks.add(preflight.hardware(placement))
-        checks.add(preflight.memory(config, spec, placement))
-    save = run_folder_of(config, lock_fd=-1).save
-    checks.add(preflight.disk(config, spec, save, plan_schedule(config, num_prompts=num_prompts)))
+        machine = preflight.machine_here(placement, run_folder_of(config, lock_fd=-1).save)
+        schedule = plan_schedule(config, num_prompts=num_prompts)
+        checks.add(preflight.memory_and_disk(config, spec, machine, schedule))
 
 
 def _load_files(config: RunConfig, checks: Checks) -> tuple[ModelSpec, Tokenizer]:

@@ -107,13 +107,3 @@ def to_peft(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             named[f"{stem}.lora_A.weight"] = tensors[f"{ours}.a"][one.place * rank : (one.place + 1) * rank]
             named[f"{stem}.lora_B.weight"] = tensors[f"{ours}.b.{one.key}"]
     return named
-
-
-def num_adapter_parameters(spec: ModelSpec, config: LoraConfig) -> int:
-    """Entries of all adapters that these flags ask for."""
-    inputs = {"o_proj": spec.num_heads * spec.head_dim, "down_proj": spec.intermediate_size}
-    return config.lora_rank * sum(
-        inputs.get(one.key, spec.hidden_size) + one.stop - one.start
-        for adapters in adapters_of(spec, config).values()
-        for one in adapters
-    )

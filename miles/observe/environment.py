@@ -39,7 +39,7 @@ def describe_environment(*, command: Sequence[str], model_folder: Path | None, s
             "cpu": _cpu_name(),
             "num_cpus": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
-            "gpus": _gpu_names(),
+            "gpus": gpu_names(),
         },
     }
 
@@ -109,7 +109,7 @@ def _cpu_name() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _gpu_names() -> list[str]:
+def gpu_names() -> list[str]:
     """Names as the NVIDIA driver publishes them; asking NVML would need a GPU library here."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     lines = [line for file in files for line in file.read_text().splitlines()]

@@ -21,7 +21,7 @@ _GPUS = {
     "H100": (79.1, 989, 3350, False),
     "A100 40GB": (39.4, 312, 1555, False),
     "A100": (79.1, 312, 2039, False),
-    "GB10": (121.7, 125, 273, True),
+    "GB10": (128.0, 125, 273, True),
     "L40S": (44.4, 362, 864, False),
     "L4": (22.0, 121, 300, False),
     "A10": (22.0, 125, 600, False),
@@ -37,8 +37,8 @@ GPU_NAMES = tuple(_GPUS)
 _REACHED_FLOPS, _REACHED_BYTES = 0.78, 0.89
 # A CPU core with 256-bit vectors in float32, and the memory of a desktop machine.
 _CORE_FLOPS_PER_S, _CPU_BYTES_PER_S = 50e9, 15e9
-# Of a memory that CPU and GPU share: the rest is the operating system's, and a full one stops everything.
-UNIFIED_SHARE = 0.95
+# Of a memory that CPU and GPU share: the firmware keeps 5 percent, and the operating system lives in it too.
+UNIFIED_SHARE = 0.92
 
 
 @dataclass(frozen=True, slots=True)

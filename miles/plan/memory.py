@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import EngineConfig, RunConfig
 from miles.model.activations import ActivationBudget, layer_numbers
-from miles.model.lora import num_adapter_parameters
 from miles.model.spec import ModelSpec
 from miles.plan.machine import GIB, Machine
 
@@ -24,6 +24,8 @@ GPU_ACTIVATION_SHARE, GPU_LOGITS_SHARE = 0.2, 0.02  # of the device's memory
 FREE_SHARE = 0.4  # what activations may take of the memory that is free: the KV cache needs some, and work space
 FEWEST_TOKENS = {"cpu": 512, "cuda": 4096}  # layers are computed again before micro-batches become smaller
 
+# Whole blocks of keys are shared, so attention meets the same blocks as without sharing and changes no bit of a score.
+SHARED_MULTIPLE = 64
 DEFAULT_ROWS = {"cpu": 256, "cuda": 512}
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 # Of the memory that is free on a CPU; the trainer, the page cache and other programs need the rest.
@@ -33,16 +35,22 @@ CPU_CACHE_SHARE = 0.2
 GPU_CACHE_RESERVE, GPU_CACHE_RESERVE_RELEASED = 0.35, 0.1
 
 # Measured: torch and the libraries of the worker on a CPU; a CUDA context with its libraries and kernels on a GPU.
-CPU_PROCESS_BYTES = int(0.40 * GIB)
-GPU_PROCESS_BYTES = int(0.60 * GIB)
+CPU_PROCESS_BYTES = int(0.36 * GIB)
+GPU_PROCESS_BYTES = int(0.87 * GIB)
+CPU_PAGE_BYTES = 2 << 20  # Linux gives memory that is touched in pieces of this size
 # On the side of the CPU: supervisor and reward processes, and the worker's own memory where it computes on a GPU.
 OTHER_PROCESSES_BYTES, GPU_WORKER_HOST_BYTES = int(0.8 * GIB), int(2.0 * GIB)
 GRAPH_BYTES = 16 << 20  # of each captured size of decode batch: its kernels and what the pool rounds up
-ALLOCATOR_SHARE = 0.03  # of what is allocated and freed again: blocks of the caching allocator that fit nothing else
+# Of what is allocated and freed again: holes of the CPU's heap, blocks of the caching allocator that fit nothing else.
+ALLOCATOR_SHARE, ALLOCATOR_BYTES = {"cpu": 0.25, "cuda": 0.03}, {"cpu": 0, "cuda": GIB}
 
 CPU_PADDING = 1.1  # of the stacks that the CPU's attention pads sequences of different lengths to
 
-MIN_TRUSTED = 0.95  # a plan that needs more of the memory than this may not fit: it is exact to a few percent
+STAY = ("process", "weights", "reference and teacher")  # where the model is computed, with --offload-train
+
+# A plan is exact to a few percent: it is trusted up to the first share of the memory, and refused beyond the second.
+SAFE_SHARE, HOPELESS_SHARE = 0.95, 1.05
+DEFAULT_PROMPT_LEN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,15 @@ class Limits:
     max_tokens: int
     chunk_size: int
     activations: ActivationBudget
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens that are read, tokens that are trained on, and how many micro-batches an optimizer step has."""
+
+    tokens: int
+    answers: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +121,19 @@ class Job:
     @property
     def num_adapted(self) -> int:
         """Parameters of the adapters, which are trained in place of the policy's own."""
-        return num_adapter_parameters(self.spec, self.config.lora) if self.config.lora.is_on else 0
+        return num_adapter_parameters(self.spec, self.config.lora)
 
     @property
     def num_trained_parameters(self) -> int:
         return (self.num_trained - self.config.lora.is_on) * self.spec.num_parameters + self.num_adapted
+
+    @property
+    def num_scorers(self) -> int:
+        """Models that only score: the reference (with LoRA the policy itself, without its adapters) and the teacher."""
+        algorithm, lora = self.config.algorithm, self.config.lora
+        has_reference = algorithm.use_kl_loss or algorithm.kl_coef != 0
+        has_reference &= not lora.is_on or self.config.model.ref_load is not None
+        return int(has_reference) + int(algorithm.use_opd)
 
     @property
     def moment_bytes(self) -> int:
@@ -128,12 +153,21 @@ class Job:
             gpu_bytes=gpu_bytes,
         )  # fmt: skip
 
-    def micro_batch(self, max_tokens: int) -> tuple[int, int]:
-        """Tokens of the largest micro-batch of equal samples, and how many micro-batches an optimizer step has."""
-        fitting = max(max_tokens // self.sample_len, 1)
-        fitting = min(fitting, self.config.batch.micro_batch_size or fitting)
-        num = -(-self.samples_per_step // fitting)
-        return -(-self.samples_per_step // num) * self.sample_len, num
+    def micro_batch(self, max_tokens: int) -> MicroBatch:
+        """The largest one of equal samples; with shared prompts those of a group stay together."""
+        num_inputs = self.sample_len - 1  # nothing is predicted after the last token
+        shared = self.config.batch.share_prompts_in_training * (self.prompt_len // SHARED_MULTIPLE * SHARED_MULTIPLE)
+        together = (max_tokens - shared) // (num_inputs - shared) if shared else 1
+        together = min(max(together, 1), self.config.rollout.n_samples_per_prompt)
+        shared *= together > 1
+        length = shared + together * (num_inputs - shared)
+        fitting = max(max_tokens // length, 1)
+        if (most := self.config.batch.micro_batch_size) is not None:
+            fitting = max(min(fitting, most // together), 1)
+        units = -(-self.samples_per_step // together)
+        num = -(-units // fitting)
+        largest = -(-units // num)
+        return MicroBatch(largest * length, largest * together * self.answer_len, num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +195,13 @@ class Memory:
         return max(self.process_bytes / self.machine.memory_bytes, host / self.machine.host_bytes)
 
     @property
+    def cannot_fit(self) -> bool:
+        return self.use > HOPELESS_SHARE
+
+    @property
     def fits(self) -> bool:
         """Whether the run has room, with some to spare, and the cache holds at least one answer."""
-        return self.use <= MIN_TRUSTED and self.cache_tokens >= self.min_cache_tokens
+        return self.use <= SAFE_SHARE and self.cache_tokens >= self.min_cache_tokens
 
 
 def trainer_limits(
@@ -209,6 +247,21 @@ def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
     return min(max(memory_bytes // (4 * spec.vocab_size) // 256 * 256, 256), 4096)
 
 
+def num_adapter_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Entries of the two matrices of every module that these flags give an adapter; 0 without LoRA."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    sizes = {  # inputs and outputs
+        "self_attn.q_proj": hidden + queries, "self_attn.k_proj": hidden + keys, "self_attn.v_proj": hidden + keys,
+        "self_attn.o_proj": queries + hidden, "mlp.gate_proj": hidden + inner, "mlp.up_proj": hidden + inner,
+        "mlp.down_proj": inner + hidden,
+    }  # fmt: skip
+    modules = (
+        (f"model.layers.{layer}.{name}", size) for layer in range(spec.num_layers) for name, size in sizes.items()
+    )
+    return lora.lora_rank * sum(size for module, size in modules if lora.is_on and lora.adapts(module))
+
+
 def token_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Bytes of the keys and values of one token, all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
@@ -247,41 +300,41 @@ def wanted_cache_tokens(
 
 
 def estimate(job: Job) -> Memory:
-    """What the run holds at its highest: while the gradient of the last layer of a micro-batch is computed."""
-    spec, config, machine, itemsize = job.spec, job.config, job.machine, job.itemsize
-    device = {"process": GPU_PROCESS_BYTES if machine.on_gpu else CPU_PROCESS_BYTES, **state_bytes(job)}
-    cache_tokens, needed = _cache(job, machine.memory_bytes - sum(device.values()))
-    held = cache_tokens
-    if not machine.on_gpu:  # blocks that nobody uses are never touched
-        prompts, answers = config.rollout.rollout_batch_size, samples_per_rollout(config)
-        held = min(cache_tokens, prompts * job.prompt_len + min(answers, job.num_rows) * job.answer_len)
+    """What the run holds at its highest: while it trains, or writes answers if that takes more."""
+    config, machine = job.config, job.machine
+    process = {"process": GPU_PROCESS_BYTES if machine.on_gpu else CPU_PROCESS_BYTES}
+    training = {**process, **state_bytes(job)}
+    writing = {name: size for name, size in training.items() if not config.memory.offload_train or name in STAY}
+    cache_tokens, needed = _cache(job, machine.memory_bytes - sum(writing.values()))
+    if needed:
+        cache = {"KV cache": _touched_cache_bytes(job, cache_tokens)}
+        graphs = {"CUDA graphs": _graph_bytes(job)}
+        writing |= {**cache, **graphs}
+        training |= graphs if "kv_cache" in released_tags(config.engine) else {**cache, **graphs}
     passing = _passing_bytes(job)
-    engine = {"KV cache": held * token_bytes(spec, itemsize), "CUDA graphs": _graph_bytes(job)} if needed else {}
-    slack = int(ALLOCATOR_SHARE * sum(passing.values()))
-    if engine and "kv_cache" in released_tags(config.engine):  # the trainer works in the same memory
-        engine["KV cache"] = max(engine["KV cache"] - sum(passing.values()) - slack, 0)
+    slack = ALLOCATOR_BYTES[job.device] + int(ALLOCATOR_SHARE[job.device] * sum(passing.values()))
+    training |= {**passing, "allocator": slack}
     host = {"other processes": OTHER_PROCESSES_BYTES + machine.on_gpu * GPU_WORKER_HOST_BYTES}
-    if config.optim.optimizer_cpu_offload:
+    if config.optim.optimizer_cpu_offload or config.memory.offload_train:
         host["Adam states"] = job.moment_bytes
+    if config.memory.offload_train:
+        host["masters"] = job.num_trained_parameters * MASTER_BYTES
     if config.run_dir.async_save:
         host["copy for --async-save"] = job.checkpoint_bytes
-    device |= {**engine, **passing, "allocator": slack}
-    return Memory(machine, {name: size for name, size in device.items() if size}, host, cache_tokens, needed)
+    highest = max(training, writing, key=lambda parts: sum(parts.values()))
+    device = {name: size for name, size in highest.items() if size}
+    return Memory(machine, device, host, cache_tokens, needed)
 
 
 def state_bytes(job: Job) -> dict[str, int]:
     """What stays from step to step where the models are computed, for all of them, by kind."""
     config, num, itemsize = job.config, job.spec.num_parameters, job.itemsize
-    # With LoRA the policy without its adapters is the reference, unless another is named.
-    has_reference = config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0
-    has_reference &= not config.lora.is_on or config.model.ref_load is not None
-    scorers = int(has_reference) + int(config.algorithm.use_opd)
     return {
         "weights": (num * job.num_trained + job.num_adapted) * itemsize,
         "masters": job.num_trained_parameters * MASTER_BYTES * (itemsize < 4),
         "gradients": job.num_trained_parameters * GRADIENT_BYTES,
         "Adam states": 0 if config.optim.optimizer_cpu_offload else job.moment_bytes,
-        "reference and teacher": num * scorers * itemsize,
+        "reference and teacher": num * job.num_scorers * itemsize,
     }
 
 
@@ -302,10 +355,22 @@ def _cache(job: Job, free_bytes: int) -> tuple[int, int]:
     return wanted // page * page, max(job.sample_len, 2 * page)
 
 
+def _touched_cache_bytes(job: Job, cache_tokens: int) -> int:
+    """On a CPU blocks that nobody uses are never touched; keys and values of each head and layer lie apart."""
+    if job.machine.on_gpu:
+        return cache_tokens * token_bytes(job.spec, job.itemsize)
+    answers = min(samples_per_rollout(job.config), job.num_rows)
+    used = min(cache_tokens, job.config.rollout.rollout_batch_size * job.prompt_len + answers * job.answer_len)
+    num_parts, row_bytes = 2 * job.spec.num_layers * job.spec.num_kv_heads, job.spec.head_dim * job.itemsize
+    pages = -(-used * row_bytes // CPU_PAGE_BYTES)
+    return num_parts * min(pages * CPU_PAGE_BYTES, cache_tokens * row_bytes)
+
+
 def _passing_bytes(job: Job) -> dict[str, int]:
     """What one micro-batch takes when its backward pass begins, or comes to the layers that are computed again."""
     spec, limits, itemsize = job.spec, job.limits, job.itemsize
-    tokens, _ = job.micro_batch(limits.max_tokens)
+    batch = job.micro_batch(limits.max_tokens)
+    tokens = batch.tokens
     num_recomputed = limits.activations.recomputed_for(tokens)
     one_layer, inputs = layer_numbers(spec), 2 * spec.hidden_size
     if not job.machine.on_gpu:
@@ -314,19 +379,23 @@ def _passing_bytes(job: Job) -> dict[str, int]:
     layers = (spec.num_layers - num_recomputed) * one_layer + num_recomputed * inputs
     around = tokens * (spec.hidden_size * itemsize + 2 * 4 * spec.head_dim)  # the last sum, and cosines and sines
     again = tokens * (one_layer + 4 * spec.intermediate_size + spec.qkv_size) * itemsize
-    work = max(_head_bytes(job, tokens, limits.chunk_size), again if num_recomputed else 0)
+    work = max(_head_bytes(job, batch.answers, limits.chunk_size), again if num_recomputed else 0)
     return {"activations": tokens * layers * itemsize + around, "head or layer at work": work}
 
 
-def _head_bytes(job: Job, tokens: int, chunk_size: int) -> int:
+def _head_bytes(job: Job, answers: int, chunk_size: int) -> int:
     """The logits of a chunk with those of the chunk before, float32, and their gradient; then the gradient of the
     head, and the hidden states with theirs."""
-    spec, answers = job.spec, tokens * job.answer_len // (job.prompt_len + job.answer_len)
+    spec = job.spec
     small = 4 * 2**20 // spec.vocab_size  # as many logits are never cut into chunks: `ops/logprob.py`
     rows = min(max(chunk_size, small), answers)
-    per_logit = (8 + 2 * (answers > rows)) if job.machine.on_gpu else 16
-    head = 0 if job.config.lora.is_on else 4 * spec.vocab_size  # its gradient, where it has one
-    return rows * spec.vocab_size * per_logit + spec.hidden_size * (head + 2 * answers * job.itemsize)
+    following = min(rows, answers - rows)  # the chunk after a whole one
+    logits = (6 * rows + 4 * following) if job.machine.on_gpu else 8 * (rows + following)
+    num_gradients = (
+        1 if job.machine.on_gpu else 2
+    )  # the heap of a CPU does not give the head's place to the embedding's
+    gradients = num_gradients * 4 * spec.vocab_size
+    return logits * spec.vocab_size + spec.hidden_size * (gradients + 2 * answers * job.itemsize)
 
 
 def _graph_bytes(job: Job) -> int:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
+from miles.plan.memory import SHARED_MULTIPLE
 from miles.types import TrainSample
 
-# Whole blocks of keys are shared, so attention meets the same blocks as without sharing and changes no bit of a score.
-SHARED_MULTIPLE = 64
 MICRO_BATCH_COST = 1024  # tokens: the time that a micro-batch takes whatever its size
 
 

@@ -26,7 +26,7 @@ def test_a_run_that_can_work(check, tmp_path):
     assert code == 0
     assert {entry["status"] for entry in found.values()} == {"ok"}
     assert {
-        "model", "hooks", "stop ids", "data", "reward", "labels", "round trip", "hardware", "memory", "disk",
+        "model", "hooks", "stop ids", "data", "reward", "labels", "round trip", "hardware", "memory and disk",
         "log-probs", "loss mask", "step time",
     } == set(found)  # fmt: skip
     assert found["labels"]["parse_rate"] == 1.0
@@ -47,9 +47,11 @@ def test_a_lora_run_needs_memory_and_disk_for_its_adapters_only(check):
     # The reference is the policy without its adapters: nothing for it.
     code, found = check(rollout_batch_size=4, lora_rank=4, use_kl_loss=True, kl_loss_coef=0.1)
     assert code == 0 and found["log-probs"]["status"] == "ok"
-    assert full["memory"]["needed_bytes"] == 16 * parameters
-    assert found["memory"]["needed_bytes"] == 4 * parameters + 16 * adapters
-    assert found["disk"]["checkpoint_bytes"] - full["disk"]["checkpoint_bytes"] == 12 * (adapters - parameters)
+    full, found = full["memory and disk"], found["memory and disk"]
+    states = [sum(entry["parts"][name] for name in ("weights", "gradients", "Adam states")) for entry in (full, found)]
+    assert states == [16 * parameters, 4 * parameters + 16 * adapters]
+    assert "reference and teacher" not in found["parts"]
+    assert found["checkpoint_bytes"] - full["checkpoint_bytes"] == 12 * (adapters - parameters)
 
 
 def test_healthy_ranges_decide_what_gap_is_a_warning(check, tmp_path):

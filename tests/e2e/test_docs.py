@@ -4,7 +4,6 @@ A block marked `sh` is run; after `sh fails` a `text` block has parts of the mes
 `sh long` or `sh live` needs what this machine may not have, or does not end by itself: it is only parsed.
 """
 
-import dataclasses
 import os
 import re
 import shlex
@@ -17,11 +16,13 @@ import pytest
 from miles.cli.main import COMMANDS
 from miles.config.flags import FLAGS
 from miles.config.parse import parse_train
-from miles.loop.preflight import CHECKPOINT_BYTES, CPU_TRAIN_BYTES, GPU_TRAIN_BYTES
-from miles.model.spec import load_spec
+from miles.config.sections import RunConfig
+from miles.model.activations import layer_numbers
 from miles.observe.names import METRICS
-from miles.plan.memory import DEFAULT_ROWS, token_bytes
-from tests.e2e.harness import MODEL, REPOSITORY, is_one_error
+from miles.plan.machine import cpu_machine, gpu_machine
+from miles.plan.memory import DEFAULT_ROWS, Job, state_bytes, token_bytes
+from miles.plan.shapes import SHAPES
+from tests.e2e.harness import REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
 PAGES = ("start", "size_it", "recipes", "lora", "speed_and_stability", "trainer", "debug", "how_it_works")
@@ -132,11 +133,18 @@ def test_quoted_messages_are_those_of_the_code():
 
 def test_sizes_are_those_of_the_code():
     text = text_of("size_it")
-    assert f"| **together** | **{GPU_TRAIN_BYTES}** | **{CPU_TRAIN_BYTES}** |" in text
-    assert f"master and moments | {CHECKPOINT_BYTES} | {CHECKPOINT_BYTES} |" in text
+    gpu = gpu_machine("H200", host_bytes=0, disk_bytes=0)
+    cpu = cpu_machine(host_bytes=0, disk_bytes=0)
+    jobs = [Job(RunConfig(), SHAPES["Qwen3-0.6B"], machine, 100, 1000) for machine in (gpu, cpu)]
+    num = jobs[0].spec.num_parameters
+    together = " | ".join(f"**{sum(state_bytes(job).values()) // num}**" for job in jobs)
+    assert f"| **together** | {together} |" in text
+    assert f"master and moments | {' | '.join(str(job.checkpoint_bytes // num) for job in jobs)} |" in text
     assert f"({DEFAULT_ROWS['cuda']} on a GPU, {DEFAULT_ROWS['cpu']} on" in text
-    shape = {"num_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151_936}
-    spec = dataclasses.replace(load_spec(MODEL), num_heads=16, num_kv_heads=8, head_dim=128, **shape)
-    assert f"{token_bytes(spec, 2):,} bytes a token" in text
-    assert f"({spec.num_parameters / 1e6:.0f} million)" in text
-    assert f"takes {spec.num_parameters * GPU_TRAIN_BYTES / 2**30:.1f} GiB, and" in text
+    assert f"{token_bytes(jobs[0].spec, 2):,} bytes a token" in text
+    assert f"({num / 1e6:.0f} million)" in text
+    assert f"takes {num * 18 / 2**30:.1f} GiB, and" in text
+    for name, again in (("Qwen3-0.6B", 0), ("Qwen3-4B", 0), ("Qwen3-4B", 36)):
+        spec = SHAPES[name]
+        numbers = (spec.num_layers - again) * layer_numbers(spec) + again * 2 * spec.hidden_size
+        assert f"{2 * numbers / 1e6:.1f} MB" in text

@@ -3,7 +3,8 @@ import shutil
 import pytest
 import torch
 
-from miles.config.flags import with_values
+from miles.config.flags import flatten, with_values
+from miles.config.parse import parse_flags
 from miles.config.resolve import resolve
 from miles.config.sections import RunConfig
 from miles.engine import memory as engine_memory
@@ -13,6 +14,8 @@ from miles.loop.placement import Placement
 from miles.loop.preflight import FAIL, OK, WARN
 from miles.loop.schedule import Schedule
 from miles.model.spec import load_spec
+from miles.plan.machine import GIB, cpu_machine, gpu_machine
+from miles.plan.shapes import SHAPES
 from miles.text.tokenizer import load_tokenizer
 from miles.types import Sample
 from tests.e2e.loop_fork import MODEL
@@ -62,15 +65,17 @@ def test_labels():
     assert verdict.lines == ("label '((': no number",)
 
 
+def machine(memory_bytes=8 * GIB, disk_bytes=500 * GIB):
+    return cpu_machine(host_bytes=memory_bytes, disk_bytes=disk_bytes)
+
+
 @pytest.mark.parametrize(
     ("free", "changes", "status"),
     [(9 * ONE, {}, OK), (3 * ONE, {}, WARN), (3 * ONE, {"save_keep_last": 1}, OK), (ONE // 2, {}, FAIL)],
 )
-def test_disk(tmp_path, monkeypatch, free, changes, status):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-    verdict = preflight.disk(
-        config_of(save_interval=1, **changes), SPEC, tmp_path / "a" / "b", schedule(save_interval=1)
-    )
+def test_disk(free, changes, status):
+    config = config_of(save_interval=1, **changes)
+    verdict = preflight.memory_and_disk(config, SPEC, machine(disk_bytes=free), schedule(save_interval=1))
     assert verdict.status == status
 
 
@@ -78,17 +83,50 @@ def test_a_run_that_could_not_save_does_not_start(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1))
     with pytest.raises(StorageError, match="not one fits"):
         preflight.report_at_start(config_of(), SPEC, TOKENIZER, CPU, save=tmp_path, schedule=schedule())
-    assert "check of memory" in caplog.text or "check of disk" in caplog.text
+    assert "check of memory and disk" in caplog.text
 
 
-def test_memory(monkeypatch):
-    needed = SPEC.num_parameters * 16
-    for share, status in ((2.0, OK), (1.1, WARN), (0.9, FAIL)):
-        monkeypatch.setattr(preflight, "available_bytes", lambda device, share=share: int(needed * share))
-        assert preflight.memory(config_of(), SPEC, CPU).status == status
-    assert preflight.memory(config_of(use_kl_loss=True), SPEC, CPU).data["needed_bytes"] == SPEC.num_parameters * 20
-    assert preflight.memory(config_of(advantage_estimator="ppo"), SPEC, CPU).data["needed_bytes"] == 2 * needed
+def test_a_run_that_cannot_fit_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "available_bytes", lambda device: 100 << 20)
+    with pytest.raises(StorageError, match="does not fit.*smaller model or another machine"):
+        preflight.report_at_start(config_of(), SPEC, TOKENIZER, CPU, save=tmp_path, schedule=schedule())
+
+
+@pytest.mark.parametrize("gib", [30, 50, 70])
+def test_the_refusal_names_flags_with_which_it_fits(gib):
+    """4B on a GPU that is too small: what the sentence says is typed, and the plan fits."""
+    gpu = gpu_machine("H200", memory_gib=gib, host_bytes=128 * GIB, disk_bytes=500 * GIB)
+    spec, flags = SHAPES["Qwen3-4B"], {"rollout_max_response_len": 1024, "max_tokens_per_gpu": 8192}
+    verdict = preflight.memory_and_disk(config_of(**flags), spec, gpu, schedule())
+    assert verdict.status == FAIL
+    if gib == 30:  # weights and gradients alone take 22 GiB, masters 15
+        assert "no setting is enough" in verdict.text
+        return
+    assert ". set --" in verdict.text
+    for way in verdict.text.rpartition(". set ")[2].split("; or "):
+        given = parse_flags(way.split())
+        typed = {name: value for name, value in flatten(given.config).items() if given.sources[name] == "command line"}
+        assert preflight.memory_and_disk(config_of(**flags, **typed), spec, gpu, schedule()).status == OK, way
+
+
+def test_memory_by_states():
+    def needed(**changes):
+        config = config_of(max_tokens_per_gpu=512, **changes)
+        return preflight.memory_and_disk(config, SPEC, machine(), schedule()).data["needed_bytes"]
+
+    assert needed(use_kl_loss=True) - needed() == SPEC.num_parameters * 4
+    assert needed(advantage_estimator="ppo") - needed() == SPEC.num_parameters * 16
+    for share, status in ((2.0, OK), (1.0, WARN), (0.9, FAIL)):
+        used = preflight.memory_and_disk(config_of(), SPEC, machine(), schedule()).data["share"] * 8 * GIB
+        assert preflight.memory_and_disk(config_of(), SPEC, machine(int(share * used)), schedule()).status == status
     assert engine_memory.available_bytes(torch.device("cpu")) > 0
+
+
+def test_the_machine_at_hand(tmp_path):
+    here = preflight.machine_here(CPU, tmp_path / "not" / "made")
+    assert not here.on_gpu and here.shares_memory
+    assert here.memory_bytes > engine_memory.available_bytes(torch.device("cpu")) // 2
+    assert here.disk_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
 
 def test_what_is_trained_on_is_marked():

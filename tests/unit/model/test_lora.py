@@ -12,8 +12,9 @@ from miles.errors import ConfigError
 from miles.model.context import packed_context
 from miles.model.decoder import Decoder
 from miles.model.load import load_model
-from miles.model.lora import PEFT_PREFIX, adapters_of, add_lora, num_adapter_parameters, to_peft
+from miles.model.lora import PEFT_PREFIX, adapters_of, add_lora, to_peft
 from miles.ops.matmul import project_float32
+from miles.plan.memory import num_adapter_parameters
 from tests.unit.model.random_checkpoints import CHECKPOINTS, write_checkpoint
 
 RANK, ALPHA = 4, 6.0

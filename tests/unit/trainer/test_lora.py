@@ -11,7 +11,8 @@ import torch
 
 from miles.config.lora_section import LoraConfig
 from miles.model.decoder import Decoder
-from miles.model.lora import add_lora, num_adapter_parameters
+from miles.model.lora import add_lora
+from miles.plan.memory import num_adapter_parameters
 from miles.trainer.forward import Scorer
 from miles.trainer.trainer import LocalTrainer
 

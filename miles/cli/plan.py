@@ -1,0 +1,182 @@
+"""`miles plan`: memory, disk and time of a run, and what would fit better, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from miles.config.parse import parse_flags
+from miles.config.resolve import resolve
+from miles.config.rules import rule_violations
+from miles.config.sections import RunConfig
+from miles.errors import ConfigError
+from miles.observe.environment import gpu_names
+from miles.plan.advice import changed, fastest, flags_text, largest_models, remedies
+from miles.plan.disk import disk_of
+from miles.plan.machine import GIB, GPU_NAMES, Machine, cpu_machine, free_disk, gpu_machine, host_memory
+from miles.plan.memory import DEFAULT_PROMPT_LEN, Job, estimate
+from miles.plan.seconds import step_seconds
+from miles.plan.shapes import find_spec
+
+
+def run(argv: list[str]) -> int:
+    """Takes every flag of `miles train`, and those of the machine. Exit code 1 when the run does not fit."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.help:
+        print(parser.format_help(), end="")
+        return 0
+    config = _settings(rest)
+    machine = _machine(arguments, config)
+    job = Job(
+        config,
+        find_spec(str(config.model.hf_checkpoint)),
+        machine,
+        arguments.prompt_len or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
+        arguments.answer_len or config.rollout.rollout_max_response_len,
+    )
+    report = _report(job, num_rollout=config.data.num_rollout or 1)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(job, report)
+    return 0 if report["fits"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles plan",
+        description="Estimate memory, disk and time of a run. Every flag of `miles train` counts; nothing is loaded.",
+        epilog="--hf-checkpoint is a model folder with config.json, or the name of a known shape such as Qwen3-4B.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", help=f"name of a GPU: {', '.join(GPU_NAMES)}; default: the one of this machine")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the GPU")
+    parser.add_argument("--unified-memory", action="store_true", help="CPU and GPU share one memory")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="memory of the CPU; default: of this machine")
+    parser.add_argument("--disk", type=float, metavar="GIB", help="room on disk; default: what is free where --save is")
+    parser.add_argument(
+        "--prompt-len", type=int, help=f"tokens; default: --rollout-max-prompt-len or {DEFAULT_PROMPT_LEN}"
+    )
+    parser.add_argument("--answer-len", type=int, help="expected tokens; default: --rollout-max-response-len")
+    parser.add_argument("--measure", action="store_true", help="measure the rates of this machine's device first")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--help", "-h", action="store_true", help="print this text")
+    return parser
+
+
+def _settings(argv: list[str]) -> RunConfig:
+    """The settings as `miles train` would have them; what only a run needs, such as its data, may be missing."""
+    config = parse_flags(argv).config
+    violations = [text for text in rule_violations(config) if " is missing" not in text]
+    if not config.model.hf_checkpoint:
+        violations.insert(0, "--hf-checkpoint is missing: give a model folder, or the name of a known shape")
+    if violations:
+        raise ConfigError(*violations)
+    return resolve(config)[0]
+
+
+def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
+    host_bytes = int(arguments.host_memory * GIB) if arguments.host_memory else host_memory()
+    save = Path(str(config.run_dir.save))
+    disk_bytes = int(arguments.disk * GIB) if arguments.disk else free_disk(save)
+    found = gpu_names()
+    name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(found), ""))
+    machine: Machine | None = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    if config.model.device != "cpu" and (name or arguments.gpu_memory or config.model.device == "cuda"):
+        machine = gpu_machine(
+            name,
+            memory_gib=arguments.gpu_memory,
+            unified=arguments.unified_memory or None,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+        )
+    if machine is None:
+        raise ConfigError(
+            f"--gpu {name or '(none given)'}: not a known GPU; give --gpu-memory too, or one of {', '.join(GPU_NAMES)}"
+        )
+    if arguments.measure:
+        gpu, torch = importlib.import_module("miles.observe.gpu"), importlib.import_module("torch")
+        dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+        rates = gpu.measure_rates(torch.device("cuda" if machine.on_gpu else "cpu"), dtype)
+        machine = replace(machine, **asdict(rates))
+    return machine
+
+
+def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
+    """Everything that is shown, as JSON data."""
+    memory, disk = estimate(job), disk_of(job, num_rollout=num_rollout)
+    limits = job.limits
+    batch = job.micro_batch(limits.max_tokens)
+    best = fastest(job)
+    as_set, with_changes = largest_models(job)
+    report: dict[str, Any] = {
+        "machine": asdict(job.machine),
+        "parameters": job.spec.num_parameters,
+        "fits": memory.fits and disk.checkpoint_bytes <= job.machine.disk_bytes,
+        "memory": {"device": memory.device, "host": memory.host, "share": memory.use},
+        "process_bytes": memory.process_bytes,
+        "cache_tokens": memory.cache_tokens,
+        "micro_batch": {
+            "max_tokens": limits.max_tokens, "tokens": batch.tokens, "number": batch.number,
+            "recomputed_layers": limits.activations.recomputed_for(batch.tokens),
+        },
+        "seconds": {**asdict(seconds := step_seconds(job, memory)), "step": seconds.step},
+        "disk": {**asdict(disk), "needed_bytes": disk.needed_bytes},
+        "remedies": [] if memory.fits else [flags_text(changes) for changes in remedies(job)],
+        "fastest": None,
+        "largest_model": {"as_set": as_set, "fastest_setting": with_changes},
+    }  # fmt: skip
+    if best is not None:
+        candidate = changed(job, best)
+        step = step_seconds(candidate, estimate(candidate)).step
+        report["fastest"] = {"flags": flags_text(best), "seconds": step, "share": estimate(candidate).use}
+    return report
+
+
+def _show(job: Job, report: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    machine = job.machine
+    console.print(f"{job.spec.num_parameters / 1e9:.2f} billion parameters on {machine.name}")
+    table = Table("GiB", "part", box=None, pad_edge=False)
+    pools = [report["memory"]["device"], report["memory"]["host"]]
+    if machine.shares_memory:
+        pools = [{**pools[0], **pools[1]}]
+    for parts, size in zip(pools, (machine.memory_bytes, machine.host_bytes), strict=False):
+        for part, num_bytes in parts.items():
+            table.add_row(f"{num_bytes / GIB:8.2f}", part)
+        table.add_row(f"{sum(parts.values()) / GIB:8.2f}", f"of {size / GIB:.1f}", style="bold", end_section=True)
+    console.print(table)
+    batch, seconds, disk = report["micro_batch"], report["seconds"], report["disk"]
+    console.print(
+        f"micro-batches: {batch['number']} of at most {batch['tokens']:,} tokens in an optimizer step, "
+        f"{batch['recomputed_layers']} layers computed again; KV cache of {report['cache_tokens']:,} tokens"
+    )
+    console.print(
+        f"a step: at most about {seconds['step']:,.0f} s (generate {seconds['generate']:,.1f}, log-probs "
+        f"{seconds['log_probs']:,.1f}, update {seconds['update']:,.1f})"
+    )
+    console.print(
+        f"disk: {disk['needed_bytes'] / GIB:.1f} GiB for {disk['num_checkpoints']} checkpoints of "
+        f"{disk['checkpoint_bytes'] / GIB:.1f}, one being written, and samples; {machine.disk_bytes / GIB:.0f} free"
+    )
+    if report["fits"]:
+        console.print("it fits", style="green")
+    else:
+        console.print("it does not fit", style="bold red")
+        ways = report["remedies"] or ["a smaller model or another machine: no setting is enough"]
+        console.print("change one of: " + "; or ".join(ways) if len(ways) > 1 else f"change: {ways[0]}")
+    if report["fastest"] is not None:
+        best = report["fastest"]
+        flags = best["flags"] or "these settings"
+        console.print(f"fastest that fits: {flags} (about {best['seconds']:,.0f} s a step)")
+    largest = report["largest_model"]
+    console.print(f"largest known model: {largest['as_set']} with these flags, {largest['fastest_setting']} at best")

@@ -1,0 +1,33 @@
+"""Bytes that a run leaves on disk: the checkpoints that are there at one time, and the samples of every rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles.config.resolve import samples_per_rollout
+from miles.plan.memory import Job
+
+SPARE_BYTES = 64 << 20  # tokenizer, state and log of a checkpoint, and what a file system rounds up
+SAMPLE_TOKEN_BYTES = 12  # of a token in samples/*.parquet: id, log-prob, mask and its share of the text, compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """`num_checkpoints` stay; while one is written it is there beside them."""
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    sample_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        return (self.num_checkpoints + 1) * self.checkpoint_bytes + self.sample_bytes
+
+
+def disk_of(job: Job, *, num_rollout: int) -> Disk:
+    folder = job.config.run_dir
+    kept = 1 if folder.save_interval is None else -(-num_rollout // folder.save_interval)
+    if folder.save_keep_last is not None:
+        kept = min(kept, folder.save_keep_last + (folder.save_keep_best or 0))
+    tokens = num_rollout * samples_per_rollout(job.config) * job.sample_len
+    return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES)

@@ -1,0 +1,287 @@
+"""The estimate against numbers worked out by hand, and what must hold whatever the numbers are."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+
+from miles.config.flags import with_values
+from miles.config.resolve import resolve
+from miles.config.sections import RunConfig
+from miles.model.context import packed_context
+from miles.plan.advice import KNOBS, changed, fastest, flags_text, largest_models, remedies
+from miles.plan.disk import SPARE_BYTES, disk_of
+from miles.plan.machine import GIB, cpu_machine, gpu_machine
+from miles.plan.memory import CPU_PROCESS_BYTES, Job, MicroBatch, estimate
+from miles.plan.seconds import step_seconds
+from miles.plan.shapes import SHAPES
+from tests.unit.engine.tiny import make_model
+
+# As their model cards and `model.safetensors.index.json` have them.
+PUBLISHED = {
+    "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen3-0.6B": 596_049_920,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+}
+
+CPU = cpu_machine(host_bytes=64 * GIB, disk_bytes=0)
+
+
+def machine(name="H200", **changes):
+    found = gpu_machine(name, host_bytes=128 * GIB, disk_bytes=500 * GIB, **changes)
+    assert found is not None
+    return found
+
+
+def job(shape="Qwen3-0.6B", where=None, prompt_len=100, answer_len=1000, **flags) -> Job:
+    config = resolve(with_values(RunConfig(), {"rollout_max_response_len": answer_len, **flags}))[0]
+    return Job(config, SHAPES[shape], where or machine(), prompt_len, answer_len)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_have_the_published_number_of_parameters(name):
+    assert SHAPES[name].num_parameters == PUBLISHED[name]
+
+
+def test_parts_by_hand():
+    """Qwen3-0.6B: 596,049,920 parameters; a token of the cache takes 2 x 28 layers x 8 heads x 128 x 2 bytes; a layer
+    keeps of a token 4 x 1,024 + 2 x 4,096 + 2,048 + 32 + 3 x 3,072 numbers of 2 bytes."""
+    parts = estimate(
+        job(max_tokens_per_gpu=4400, engine_max_total_tokens=160_000, log_probs_chunk_size=1024, use_kl_loss=True)
+    ).device
+    num = 596_049_920
+    assert parts["weights"] == parts["reference and teacher"] == 2 * num
+    assert parts["masters"] == parts["gradients"] == 4 * num
+    assert parts["Adam states"] == 8 * num
+    assert parts["KV cache"] == 160_000 * 114_688
+    around = 1024 * 2 + 2 * 128 * 4  # the sum before the last norm; cosines and sines
+    assert parts["activations"] == 4 * 1099 * (28 * 23_584 * 2 + around)  # 4 samples; the last token is not read
+    # 1,024 logits of this chunk and of the last one in float32 and their gradient in bfloat16; the head's gradient
+    assert parts["head or layer at work"] == 1024 * 151_936 * 10 + 1024 * (4 * 151_936 + 2 * 4000 * 2)
+
+
+def test_micro_batches_are_balanced():
+    """256 samples of 1,100 tokens: 14 fit into 16,000, so there are 19 micro-batches of at most 14."""
+    assert job().micro_batch(16_000) == MicroBatch(14 * 1099, 14 * 1000, 19)
+    assert job().micro_batch(500) == MicroBatch(1099, 1000, 256)  # a longer sample is alone
+    assert job(micro_batch_size=2).micro_batch(16_000) == MicroBatch(2198, 2000, 128)
+
+
+def test_shared_prompts_are_read_once_in_a_group():
+    """64 of 100 tokens of a prompt are shared: a group of 8 has 64 + 8 x 235 tokens instead of 8 x 299."""
+    shared = job(answer_len=200, share_prompts_in_training=True)
+    assert shared.micro_batch(4000) == MicroBatch(2 * (64 + 8 * 235), 2 * 8 * 200, 16)
+    assert shared.micro_batch(800) == MicroBatch(64 + 3 * 235, 3 * 200, 86)
+
+
+def test_a_released_cache_lies_where_the_trainer_works():
+    flags = {"max_tokens_per_gpu": 8192, "engine_max_total_tokens": 300_000}
+    kept, released = estimate(job(**flags)), estimate(job(offload_rollout=True, **flags))
+    assert "activations" in kept.device and "KV cache" in kept.device
+    assert "activations" not in released.device  # answers are written with more than training takes
+    small = {**flags, "engine_max_total_tokens": 16_000}
+    assert "KV cache" not in estimate(job(offload_rollout=True, **small)).device
+    both = estimate(job(offload_rollout=True, offload_train=True, **flags))
+    assert released.process_bytes - both.process_bytes == 16 * 596_049_920
+    assert both.host["masters"] + both.host["Adam states"] == 12 * 596_049_920
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "host"),
+    [
+        ({"adam_state": "bfloat16"}, -4.0, 0.0),
+        ({"adam_state": "8bit"}, -8 + 2 + 8 / 256, 0.0),
+        ({"optimizer_cpu_offload": True}, -8.0, 8.0),
+        ({"async_save": True}, 0.0, 12.0),
+        ({"advantage_estimator": "ppo"}, 18.0, 0.0),
+        ({"kl_coef": 0.1}, 2.0, 0.0),
+        ({"dtype": "float32"}, -2.0, 0.0),
+    ],
+)
+def test_bytes_of_a_parameter(flags, device, host):
+    kept = ("weights", "masters", "gradients", "Adam states", "reference and teacher")
+
+    def per_parameter(**changes):
+        memory = estimate(job(engine_max_total_tokens=1600, max_tokens_per_gpu=1100, **changes))
+        states = sum(memory.device.get(part, 0) for part in kept)
+        return states / 596_049_920, sum(memory.host.values()) / 596_049_920
+
+    before, after = per_parameter(), per_parameter(**flags)
+    assert before[0] == 18
+    assert after[0] - before[0] == pytest.approx(device, abs=1e-6)
+    assert after[1] - before[1] == pytest.approx(host, abs=1e-6)
+
+
+def test_activations_are_what_a_forward_keeps_on_a_cpu():
+    """Counted by hooks: sequences of one length, so that nothing is padded."""
+    spec = dataclasses.replace(SHAPES["Qwen3-0.6B"], num_layers=3, vocab_size=64, max_position_embeddings=64)
+    model = make_model(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(torch.arange(64) % 60, packed_context([16] * 4, device="cpu"))
+    flags = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "max_tokens_per_gpu": 64}
+    asked = job(where=CPU, prompt_len=8, answer_len=8, **flags)
+    planned = estimate(dataclasses.replace(asked, spec=spec)).device["activations"]
+    measured = sum(num_bytes for num_bytes, _ in kept.values())
+    assert measured < planned < 1.2 * measured  # it plans for sequences of different lengths, which are padded
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    budget=st.sampled_from([1024, 4096, 16384]),
+    rows=st.sampled_from([16, 64, 256]),
+    cache=st.sampled_from([20_000, 60_000]),
+    layers=st.sampled_from([0, 7, 28]),
+    shape=st.sampled_from(["Qwen3-0.6B", "Llama-3.2-1B", "Qwen3-4B"]),
+)
+def test_more_of_anything_takes_no_less_memory(budget, rows, cache, layers, shape):
+    flags = {
+        "max_tokens_per_gpu": budget, "engine_max_running_requests": rows, "engine_max_total_tokens": cache,
+        "recompute_num_layers": layers,
+    }  # fmt: skip
+    least = estimate(job(shape, **flags)).process_bytes
+    for more in (
+        {"max_tokens_per_gpu": 2 * budget},
+        {"engine_max_running_requests": 2 * rows},
+        {"engine_max_total_tokens": 2 * cache},
+        {"use_kl_loss": True},
+        {"rollout_batch_size": 64},
+    ):
+        assert estimate(job(shape, **{**flags, **more})).process_bytes >= least, more
+    assert estimate(job(shape, **{**flags, "adam_state": "8bit"})).process_bytes < least
+
+
+def test_the_cpu_pays_for_the_blocks_it_uses_only():
+    where = cpu_machine(host_bytes=64 * GIB, disk_bytes=0)
+    memory = estimate(
+        job("SmolLM2-135M", where, prompt_len=20, answer_len=80, rollout_batch_size=4, n_samples_per_prompt=8)
+    )
+    # 2,640 tokens of a head take 660 KiB; keys and values of 3 heads in 30 layers lie apart, in pieces of 2 MiB
+    assert memory.device["KV cache"] == 2 * 30 * 3 * (2 << 20)
+    assert memory.device["process"] == CPU_PROCESS_BYTES
+    assert "masters" not in memory.device and memory.device["weights"] == 4 * 134_515_008
+
+
+def test_shared_memory_counts_both_sides():
+    apart, shared = machine(memory_gib=100), machine(memory_gib=100, unified=True)
+    on_host = {"optimizer_cpu_offload": True, "max_tokens_per_gpu": 2048, "engine_max_total_tokens": 20_000}
+    assert estimate(job("Qwen3-4B", apart, **on_host)).fits
+    on_gpu = {**on_host, "optimizer_cpu_offload": False}
+    assert estimate(job("Qwen3-4B", apart, **on_gpu)).use - estimate(job("Qwen3-4B", apart, **on_host)).use > 0.2
+    assert estimate(job("Qwen3-4B", shared, **on_host)).use > 0.85
+
+
+@pytest.mark.parametrize(
+    ("shape", "where", "flags"),
+    [
+        ("Qwen3-0.6B", machine(memory_gib=16), {"max_tokens_per_gpu": 16_384, "engine_max_total_tokens": 40_000}),
+        ("Qwen3-4B", machine(), {"max_tokens_per_gpu": 32_768, "engine_max_total_tokens": 300_000}),
+        ("Qwen3-1.7B", machine("RTX 4090"), {}),
+        ("Qwen3-4B", machine("GB10"), {"engine_max_total_tokens": 500_000}),
+    ],
+)
+def test_what_is_advised_fits(shape, where, flags):
+    asked = job(shape, where, **flags)
+    assert not estimate(asked).fits
+    advice = remedies(asked)
+    assert advice
+    for changes in advice:
+        assert flags_text(changes).startswith("--")
+        assert estimate(changed(asked, changes)).fits, changes
+        for name in changes:  # and nothing of it is needless
+            fewer = {other: value for other, value in changes.items() if other != name}
+            assert not estimate(changed(asked, fewer)).fits
+
+
+def test_no_advice_where_none_helps():
+    assert remedies(job("Qwen3-32B", machine("RTX 4090"))) == []
+    assert fastest(job("Qwen3-32B", machine("RTX 4090"))) is None
+
+
+def test_every_knob_turns_memory_down():
+    asked = job("Qwen3-1.7B", max_tokens_per_gpu=16_384, engine_max_total_tokens=290_000)
+    for knob in KNOBS:
+        used = [estimate(changed(asked, changes)).process_bytes for changes in knob(asked)]
+        assert used == sorted(used, reverse=True) and used[-1] < estimate(asked).process_bytes, knob
+
+
+def test_the_fastest_setting_fits_and_is_not_slower():
+    asked = job("Qwen3-4B", machine("GB10"), max_tokens_per_gpu=1024, engine_max_total_tokens=4096)
+    best = changed(asked, fastest(asked))
+    memory = estimate(best)
+    assert memory.fits and best.config.optim.adam_state == "float32"
+    assert step_seconds(best, memory).step < 0.8 * step_seconds(asked, estimate(asked)).step
+
+
+def test_larger_machines_train_larger_models():
+    sizes = []
+    for name in ("RTX 4090", "L40S", "H200", "B200"):
+        as_set, at_best = largest_models(job(where=machine(name)))
+        sizes.append((SHAPES[as_set].num_parameters, SHAPES[at_best].num_parameters))
+        assert sizes[-1][0] <= sizes[-1][1]
+    assert sizes == sorted(sizes)
+
+
+def test_4b_with_the_recipe_fits_a_unified_128_gb():
+    """The machine and recipe on which the manual's system was stopped twice: 32 prompts, 8 answers of 1,024 tokens."""
+    asked = job("Qwen3-4B", machine("", memory_gib=128, unified=True), answer_len=1024)
+    assert fastest(asked) is not None
+    assert estimate(changed(asked, fastest(asked))).fits
+
+
+def test_time_of_the_measured_step():
+    """benchmarks/results/grpo_step_0.6b_nvidia-h200_2026-11-29.json: 4.3 s and 1.9 s, mean answer 717 tokens."""
+    planned = job(answer_len=717, prompt_len=112)
+    seconds = step_seconds(planned, estimate(planned))
+    assert seconds.generate == pytest.approx(4.34 * 717 / 1024, rel=0.25)  # the longest answer has 1,024
+    assert seconds.update == pytest.approx(1.88, rel=0.2)
+    assert seconds.log_probs == 0
+
+
+def test_disk():
+    found = disk_of(job(save_interval=2, save_keep_last=3), num_rollout=20)
+    assert found.checkpoint_bytes == 12 * 596_049_920 + SPARE_BYTES
+    assert found.num_checkpoints == 3
+    assert found.needed_bytes > 4 * found.checkpoint_bytes
+    assert disk_of(job(adam_state="8bit"), num_rollout=1).checkpoint_bytes < 0.55 * found.checkpoint_bytes
+    assert disk_of(job(save_interval=2), num_rollout=20).num_checkpoints == 10
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "known"),
+    [
+        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA GB10", "GB10"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"), ("NVIDIA A10", "A10"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ],
+)  # fmt: skip
+def test_gpus_are_known_by_the_name_of_the_driver(driver_name, known):
+    assert machine(driver_name).name == known
+    assert gpu_machine("Voodoo 2", host_bytes=0, disk_bytes=0) is None
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, miles.cli.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
