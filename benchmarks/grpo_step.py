@@ -74,8 +74,8 @@ def one_step(engine: LocalEngine, trainer: LocalTrainer, repetition: int, share:
         "weight_update": end - trained,
     }
     whole = {"seconds": end - start, "other": end - start - sum(seconds.values())}
-    gap = outcome.steps[0]["train/train_rollout_logprob_abs_diff"]
-    return {**seconds, **whole, "gap": gap}
+    gap = "train/train_rollout_logprob_abs_diff"
+    return {**seconds, **whole, "gap": outcome.steps[0][gap], "max_gap": outcome.steps[0][f"{gap}_max"]}
 
 
 def main() -> None:

@@ -22,18 +22,23 @@ from typing import Any
 from benchmarks.machine import record
 from miles.observe.metrics import read_records
 from miles.observe.samples import read_samples
+from miles.report.html import static_text
+from miles.report.svg import Line, line_chart
 from recipes.last_number import last_number
 
 MODES = {"fast": [], "deterministic": ["--deterministic-mode"], "true_on_policy": ["--true-on-policy-mode"]}
 LEARNS = ["--custom-rm-path", "recipes.last_number.reward"]
 KNOWS_NOTHING = ["--rm-type", "random"]
+HUES = ("blue", "violet", "green", "amber", "teal", "rose", "grey")
+GAP = "train/train_rollout_logprob_abs_diff"
 CURVES = (
     "rollout/raw_reward",
     "rollout/response_lengths",
     "rollout/truncated",
     "train/entropy_loss",
     "train/grad_norm",
-    "train/train_rollout_logprob_abs_diff",
+    GAP,
+    f"{GAP}_max",
     "perf/step_time",
     "perf/rollout_time",
     "perf/actor_train_time",
@@ -94,6 +99,19 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {"accuracy": accuracy, "curves": {name: [entry[name] for entry in steps] for name in CURVES}}
 
 
+def plot(path: Path, outcomes: dict[str, dict[str, Any]]) -> None:
+    """Reward and largest gap of every run by step, as one HTML page."""
+    charts = []
+    for name in ("rollout/raw_reward", f"{GAP}_max"):
+        lines = [
+            Line(run, list(enumerate(outcome["curves"][name])), HUES[number % len(HUES)], smooth="reward" in name)
+            for number, (run, outcome) in enumerate(outcomes.items())
+        ]
+        charts.append(f"<h2>{name}</h2>{line_chart(lines, title=name, width=760, height=300)}")
+    style = static_text("style.css")
+    path.write_text(f"<!doctype html><meta charset='utf-8'><style>{style}</style><main>{''.join(charts)}</main>\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -106,6 +124,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="every seed in each of these, and no control")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--plot", type=Path, help="HTML page of reward and gap by step")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -129,6 +148,8 @@ def main() -> None:
         for evaluated, points in outcome["accuracy"].items():
             shown = [f"{p['step']}: {p['accuracy']:.3f} [{p['low']:.3f}, {p['high']:.3f}]" for p in points]
             print(f"{name} on {evaluated}: {'  '.join(shown)}")
+    if arguments.plot is not None:
+        plot(arguments.plot, outcomes)
     result = {
         "name": f"learning_{arguments.train.stem}" + ("_modes" if arguments.modes else ""),
         "seconds": seconds,

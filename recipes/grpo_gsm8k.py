@@ -28,7 +28,6 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from miles.config.flags import FLAGS
 from miles.observe.environment import hide_secrets
 
 DATASET = "zhuzilin/gsm8k"
@@ -46,8 +45,6 @@ def build_command(environment: Mapping[str, str], *, model: Path, data: Path, ru
         command += ["--seed", seed, "--rollout-seed", seed]
     command += shlex.split(environment.get("MILES_EXTRA_ARGS", ""))
     if environment.get("MILES_TRUE_ON_POLICY", "0") == "1":
-        if "true_on_policy_mode" not in FLAGS:
-            raise ValueError("MILES_TRUE_ON_POLICY=1: this version has no --true-on-policy-mode yet; leave it unset")
         command += _true_on_policy(environment)
     return command
 

@@ -49,6 +49,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:
         filled.update({name: 0.0 for name in ("min_lr", "lr_warmup_init") if flatten(config)[name] != 0})
     if config.debug.load_debug_rollout_data is not None and not config.debug.debug_train_only:
         filled["debug_train_only"] = True
+    if config.numerics.true_on_policy_mode:
+        filled.update(_switched_on(config, "deterministic_mode", "engine_enable_deterministic_inference"))
     hooks = config.hooks
     if hooks.custom_reward_post_process_path or hooks.custom_convert_samples_to_train_data_path:
         filled["disable_rewards_normalization"] = True  # the hook has done it
@@ -61,6 +63,10 @@ def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:
     resolved = with_values(resolved, save)
     load = _fill(resolved, {"load": resolved.run_dir.save})
     return with_values(resolved, load), frozenset({*filled, *folder, *save, *load})
+
+
+def _switched_on(config: RunConfig, *names: str) -> dict[str, bool]:
+    return {name: True for name in names if not flatten(config)[name]}
 
 
 def _fill(config: RunConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
 from miles.config.lora_section import MODULES, module_names
 from miles.config.loss_rules import loss_violations
 from miles.config.memory_section import memory_violations
+from miles.config.numerics_rules import numerics_violations
 from miles.config.resolve import samples_per_rollout
 from miles.config.secrets import Secrets
 from miles.config.sections import RunConfig
@@ -262,8 +263,8 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
 def _layout(config: RunConfig) -> Iterator[str]:
     for name, value in flatten(config).items():
         flag = FLAGS[name]
-        if flag.effect == SATISFIED and flag.kind is bool and value != flag.default:
-            wish = f"--no-{flag.spelling.removeprefix('--')}" if flag.default else flag.spelling
+        if flag.effect == SATISFIED and flag.default is True and not value:
+            wish = f"--no-{flag.spelling.removeprefix('--')}"
             yield f"{wish} cannot be obeyed here: {flag.help}, always"
 
 
@@ -345,6 +346,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _batches,
     _reward,
     loss_violations,
+    numerics_violations,
     _optimizer,
     lambda config: memory_violations(config.memory, adam_state=config.optim.adam_state),
     _lora,

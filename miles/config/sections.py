@@ -24,6 +24,7 @@ from miles.config.fields import (
 from miles.config.hook_section import HookConfig
 from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
+from miles.config.numerics_section import NumericsConfig
 from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
 TOP_K = Bounds("-1, or at least 1", low=-1)  # 0 is refused in rules.py
@@ -403,6 +404,7 @@ class EngineConfig:
         choices=("kv_cache", "weight"),
         resume=True,
     )
+    engine_enable_deterministic_inference: bool = flag(False, "a request gets the same bits in any batch")
     engine_attention_backend: str | None = flag(
         None,
         "public name of the engine's attention; here all mean paged attention, by our Triton kernels on a GPU",
@@ -483,6 +485,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     checks: CheckConfig = field(default_factory=CheckConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -31,6 +31,7 @@ from miles.engine.sampler import Drawing
 from miles.engine.scheduler import Scheduler
 from miles.errors import EngineError
 from miles.model.decoder import Decoder
+from miles.model.invariance import require_invariance
 from miles.ops.kernels import HEAD_SIZES
 from miles.plan.memory import DEFAULT_PREFILL_TOKENS, DEFAULT_ROWS
 from miles.text.tokenizer import Tokenizer
@@ -64,6 +65,8 @@ class EngineCore:
     ) -> None:
         spec, dtype, page_size = model.spec, model.head_weight.dtype, config.engine_page_size
         check_page_size(page_size, device=device)
+        if config.engine_enable_deterministic_inference:
+            require_invariance(model, flag="--engine-enable-deterministic-inference")
         num_rows = config.engine_max_running_requests or DEFAULT_ROWS[device.type]
         self.num_cache_tokens = cache_tokens(spec, config, num_rows=num_rows, dtype=dtype, device=device)
         num_blocks = self.num_cache_tokens // page_size + 1
@@ -84,6 +87,7 @@ class EngineCore:
             device=device,
             overlaps=has_kernels if overlaps is None else overlaps,
             graphs=has_kernels and not config.engine_disable_cuda_graph,
+            invariant=config.engine_enable_deterministic_inference,
         )
         eos_token_ids = frozenset(spec.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset())
         self.stop_sets = StopSets(vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids)

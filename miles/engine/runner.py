@@ -23,6 +23,7 @@ from miles.engine.sampler import Done, Drawing, OnTheWay, draw, draw_on_device
 from miles.engine.sharing import SharedBeginnings
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
+from miles.ops import numerics
 from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
 from miles.ops.matmul import project_float32
 from miles.ops.paged_attention import PagedView
@@ -30,7 +31,8 @@ from miles.ops.paged_attention import PagedView
 
 class Runner:
     """The model, its cache and the device they are on. Reads the parameters it is given; they may change between
-    steps, in place. With `overlaps` tokens come one step late; `graphs` replays decode steps."""
+    steps, in place. With `overlaps` tokens come one step late; `graphs` replays decode steps; `invariant` operations
+    give a request the same bits in any batch."""
 
     def __init__(
         self,
@@ -41,8 +43,10 @@ class Runner:
         device: torch.device,
         overlaps: bool = False,
         graphs: bool = False,
+        invariant: bool = False,
     ) -> None:
         self.cache = cache
+        self._invariant = invariant
         self._model, self._table, self._overlaps = model, table, overlaps
         self._upload = uploader(device)
         # the last token of each row, and a place for rows that are padding
@@ -62,10 +66,14 @@ class Runner:
         self._graphs = self._make_graphs()
         return max(before - torch.cuda.memory_reserved(), 0)
 
-    # not inference_mode: the parameters belong to the trainer too, and what it derives from them must allow gradients
-    @torch.no_grad()
     def launch(self, plan: Plan) -> Drawing:
         """Copy blocks, compute the new tokens, draw. The table is only read."""
+        with numerics.invariant(self._invariant):
+            return self._launch(plan)
+
+    # not inference_mode: the parameters belong to the trainer too, and what it derives from them must allow gradients
+    @torch.no_grad()
+    def _launch(self, plan: Plan) -> Drawing:
         if plan.copies:
             self.cache.copy_blocks(self._upload(np.array(plan.copies)))
         rows_R = plan.drawn_rows_R

@@ -31,7 +31,7 @@ from miles.errors import CheckpointError, ConfigError
 from miles.evals.run import EvalResult, evaluate, from_function
 from miles.evals.suites import EvalSuite, load_suites
 from miles.loop.numbers import Hardware
-from miles.loop.placement import Placement, memory_used_and_free_gb, place
+from miles.loop.placement import Placement, keep_to_one_workspace, memory_used_and_free_gb, place
 from miles.loop.preflight import report_at_start
 from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
@@ -131,6 +131,8 @@ def build(config: RunConfig, folder: RunFolder, context: WorkerContext) -> Itera
     """Make the objects of a run and restore it; on leaving, end every thread and process they started."""
     with ExitStack() as stack:
         context.heartbeat.set_phase("start", detail="rewards")
+        if config.numerics.deterministic_mode:
+            keep_to_one_workspace()
         rewards = None
         if config.reward.rm_type is not None or config.reward.custom_rm_path is not None:
             rewards = RewardRunner(config)

@@ -65,6 +65,11 @@ def _num_threads(spec: ModelSpec, device: torch.device) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def keep_to_one_workspace() -> None:
+    """The matrix library of a GPU repeats itself bit for bit only with a fixed workspace; set before its first call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def memory_used_and_free_gb(device: torch.device) -> tuple[float, float]:
     """Memory used by this process and free on the device, in GiB; of the machine on a CPU."""
     if device.type == "cuda":

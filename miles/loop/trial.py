@@ -224,6 +224,8 @@ def _gap_verdict(record: dict[str, float], run: Run, *, num_answers: int) -> Ver
     limit = _gap_limit(run)
     text = f"engine and trainer differ by {mean:.2g} nat on average, {highest:.2g} at most, over {num_answers} answers"
     data = {"mean": mean, "max": highest, "limit": limit}
+    if run.config.numerics.true_on_policy_mode and highest > 0:
+        return Verdict("log-probs", FAIL, f"{text}; --true-on-policy-mode promises exactly 0", data=data)
     if mean > limit:
         advice = "they do not compute the same model: check --hf-checkpoint, --init-from and the dtype"
         return Verdict("log-probs", WARN, f"{text}; more than {limit:g}: {advice}", data=data)

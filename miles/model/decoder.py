@@ -22,6 +22,7 @@ from miles.model.context import ForwardContext
 from miles.model.layers import Linear, RmsNorm
 from miles.model.mlp import Mlp
 from miles.model.spec import ModelSpec
+from miles.ops.numerics import as_in_the_forward_pass
 from miles.ops.rope import llama3_frequencies, rope_at, rope_frequencies, rope_table
 
 
@@ -105,6 +106,7 @@ class Decoder(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,  # nothing in a layer is drawn
                 determinism_check="none",
+                context_fn=as_in_the_forward_pass,
             )
         for layer in self.layers[num_recomputed:]:
             x_TD, added_TD = layer(x_TD, added_TD, cos_T1H, sin_T1H, context)

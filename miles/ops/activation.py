@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles.ops.kernels import has_kernels, kernels
+from miles.ops.numerics import is_invariant
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -18,7 +19,12 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if torch.is_grad_enabled() and gate_up_T2F.requires_grad:
         return _SiluMul.apply(gate_up_T2F)
     gate, up = gate_up_T2F.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return _silu(gate).mul_(up)
+
+
+def _silu(gate: Tensor) -> Tensor:
+    # The library's loop ends in another formula than it begins with: where an element lies would decide its last bit.
+    return gate / gate.neg().exp_().add_(1.0) if is_invariant() else F.silu(gate)
 
 
 class _SiluMul(torch.autograd.Function):
@@ -28,7 +34,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_T2F)
         gate, up = gate_up_T2F.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return _silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,6 +1,7 @@
 """Causal attention over packed sequences: the training forward, where keys and values are the batch itself.
 
-Shapes: T packed tokens, B sequences, R rows of the padded layout, N query heads, K key/value heads, H head size.
+Shapes: T packed tokens, R rows of the padded layout, N query heads, K key/value heads, H head size, B sequences,
+L length of a stack, C keys, P keys of a part, X pairs of sequence and key/value head, M queries of a pair.
 
 A sequence may continue another, as an answer does its prompt. A group is a head and, right after it, all sequences that
 continue it; their queries see the keys of the head, then their own up to themselves. Row b of `groups_B2` (int32) names
@@ -18,11 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
+from miles.ops.matmul import pad_rows
+from miles.ops.numerics import cpu_tiles, is_invariant
 
 # A bucket closes when padding it further would waste more than this share of its tokens, plus a constant that stands
 # for the fixed cost of one more attention call.
 _MAX_WASTE = 0.15
 _CALL_COST_TOKENS = 128
+
+KEYS_AT_A_TIME = 128  # of the invariant attention on a CPU: part of the meaning of a result
+KEYS_MULTIPLE = 16  # it never has fewer keys, nor other numbers of them: few would take another way through the library
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,8 @@ def length_buckets(
     lengths: Sequence[int], *, device: torch.device, heads: Sequence[int] | None = None
 ) -> LengthBuckets:
     """Stack sequences by length so that little is padded. Compute once per batch: every layer can use it."""
-    if heads is None and len(set(lengths)) == 1:
+    multiple = KEYS_MULTIPLE if is_invariant() else 1
+    if heads is None and len(set(lengths)) == 1 and lengths[0] % multiple == 0:
         return LengthBuckets(((len(lengths), lengths[0]),), None, None)
     length_B = torch.tensor(lengths)
     start_B = length_B.cumsum(0) - length_B
@@ -64,7 +71,7 @@ def length_buckets(
         if count and (count + 1) * longest - tokens - whole[i] > _MAX_WASTE * tokens + _CALL_COST_TOKENS:
             shapes.append((count, longest))
             count = tokens = 0
-        longest = longest if count else whole[i]
+        longest = longest if count else -(-whole[i] // multiple) * multiple
         count += 1
         tokens += whole[i]
     shapes.append((count, longest))
@@ -116,8 +123,9 @@ def packed_attention(
     layout again, where there is one (`uses_buckets`).
     """
     if not uses_buckets(q_TNH):
-        kernel = kernels("attention").packed_flash_attention
-        return kernel(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+        name = "packed_decode_attention" if is_invariant() else "packed_flash_attention"
+        attend = getattr(kernels("attention"), name)
+        return attend(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
     if buckets is None:
         heads = None if groups_B2 is None else groups_B2[:, 0].tolist()
         buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device, heads=heads)
@@ -131,9 +139,56 @@ def _bucketed_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, buckets: Le
     # split, not slices: the gradient of a split is one concatenation, that of a slice a tensor of full size.
     for (num, length), *stacks in zip(buckets.shapes, *(x.split(sizes) for x in padded), strict=True):
         q, k, v = (x.view(num, length, *x.shape[1:]).transpose(1, 2) for x in stacks)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = _InOrder.apply(q, k, v, scale) if is_invariant() else _library_attention(q, k, v, scale)
         outputs.append(out.transpose(1, 2).reshape(num * length, *q_TNH.shape[1:]))
     return _from_rows(outputs[0] if len(outputs) == 1 else torch.cat(outputs), buckets)
+
+
+def _library_attention(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=True)
+
+
+class _InOrder(torch.autograd.Function):
+    # The library computes the gradient: it keeps no weights, and nothing is compared with its bits.
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.scale = scale
+        (num, num_heads, length, size), num_kv_heads = q.shape, k.shape[1]
+        group = num_heads // num_kv_heads
+        q_XMH = (q * scale).reshape(num * num_kv_heads, group * length, size)
+        hidden_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+        mask_1ML = q.new_zeros(length, length).masked_fill_(hidden_LL, -torch.inf).repeat(group, 1).unsqueeze(0)
+        out_XMH = attend_in_order(q_XMH, k.flatten(0, 1), v.flatten(0, 1), mask_1ML)
+        return out_XMH.reshape(q.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = _library_attention(q, k, v, ctx.scale)
+        return *torch.autograd.grad(out, (q, k, v), grad), None
+
+
+def attend_in_order(q_XMH: Tensor, k_XCH: Tensor, v_XCH: Tensor, mask_BMC: Tensor) -> Tensor:
+    """Attention of scaled queries, whose bits depend on the keys they see alone; X x M x H, no gradient.
+
+    `mask_BMC` is 0 or -inf; its B divides X, and pair x has the mask x % B. C must be a multiple of `KEYS_MULTIPLE`.
+    """
+    num_queries, num_keys = q_XMH.shape[1], k_XCH.shape[1]
+    assert num_keys % KEYS_MULTIPLE == 0, f"{num_keys} keys are not a multiple of {KEYS_MULTIPLE}"
+    scores_XMC = torch.bmm(pad_rows(q_XMH, cpu_tiles().query_rows), k_XCH.transpose(1, 2))
+    scores_XMC[:, :num_queries].unflatten(0, (-1, len(mask_BMC))).add_(mask_BMC)
+    weights_XMC = torch.softmax(scores_XMC, -1)
+    parts = zip(weights_XMC.split(KEYS_AT_A_TIME, 2), v_XCH.split(KEYS_AT_A_TIME, 1), strict=True)
+    out_XMH = None
+    for weights_XMP, v_XPH in parts:
+        part_XMH = torch.bmm(weights_XMP, v_XPH)
+        out_XMH = part_XMH if out_XMH is None else out_XMH.add_(part_XMH)
+    assert out_XMH is not None
+    return out_XMH[:, :num_queries]
 
 
 def _to_rows(x: Tensor, buckets: LengthBuckets) -> Tensor:

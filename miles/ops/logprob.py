@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from miles.ops.kernels import has_kernels, kernels
 from miles.ops.matmul import linear, project_float32
+from miles.ops.numerics import is_invariant
 
 SMALL_CHUNK_ELEMENTS = 4 * 2**20  # 16 MB of float32
 CUT_LOGIT = -1e30  # finite: probability 0 times log-probability must be 0, not nan
@@ -86,10 +87,25 @@ def top_log_probs(
     """The `num_top` most likely ids of each token and their log-probs, most likely first; no gradient."""
     ids, log_probs = [], []
     for chunk in _chunks(hidden_TD.shape[0], chunk_size):
-        best = _log_softmax(hidden_TD, head_VD, temperature, chunk, kept).topk(num_top)
+        best = _log_softmax(_logits(hidden_TD, head_VD, chunk), temperature, chunk, kept).topk(num_top)
         ids.append(best.indices)
         log_probs.append(best.values)
     return torch.cat(ids), torch.cat(log_probs)
+
+
+def row_log_probs(logits_RV: Tensor, ids_RK: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at the ids, float32 R x K: the function that engine and trainer share where
+    their bits must agree."""
+    if has_kernels(logits_RV):
+        score = kernels("logprob").chunk_log_probs
+        return torch.stack([score(logits_RV, ids_R.contiguous(), temperature)[0] for ids_R in ids_RK.unbind(1)], 1)
+    return tempered(logits_RV, temperature).log_softmax(-1).gather(1, ids_RK)
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """`logits / temperature`, divided as the engine does: by a number of float32, which is not a product with its
+    inverse."""
+    return logits if temperature == 1.0 else logits / logits.new_full((1, 1), temperature)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -110,8 +126,12 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_T = log_probs_TK.new_empty(num_tokens) if with_entropy else None
         kept_TV = None
         for chunk in _chunks(num_tokens, chunk_rows):
-            log_softmax_CV = _log_softmax(hidden_TD, head_VD, temperature, chunk, kept)
-            log_probs_TK[chunk] = log_softmax_CV.gather(1, targets_TK[chunk])
+            logits_CV = _logits(hidden_TD, head_VD, chunk)
+            log_softmax_CV = _log_softmax(logits_CV, temperature, chunk, kept)
+            if is_invariant() and has_kernels(hidden_TD):
+                log_probs_TK[chunk] = _as_drawn(logits_CV, targets_TK[chunk], temperature, chunk, kept)
+            else:
+                log_probs_TK[chunk] = log_softmax_CV.gather(1, targets_TK[chunk])
             if entropy_T is not None:
                 entropy_T[chunk] = -(log_softmax_CV.exp().mul_(log_softmax_CV)).sum(-1)
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
@@ -133,7 +153,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for chunk in _chunks(hidden_TD.shape[0], ctx.chunk_rows):
             log_softmax_CV = kept_TV
             if log_softmax_CV is None:
-                log_softmax_CV = _log_softmax(hidden_TD, head_VD, ctx.temperature, chunk, ctx.kept)
+                log_softmax_CV = _log_softmax(_logits(hidden_TD, head_VD, chunk), ctx.temperature, chunk, ctx.kept)
             grad_logits_CV = _grad_logits(
                 log_softmax_CV,
                 targets_TK[chunk],
@@ -153,15 +173,28 @@ def _chunks(num_tokens: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
 
 
-def _log_softmax(hidden_TD: Tensor, head_VD: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
+def _logits(hidden_TD: Tensor, head_VD: Tensor, chunk: slice) -> Tensor:
     # Float64 stays as it is: this is how the gradient is proven against finite differences.
     project = linear if hidden_TD.dtype == torch.float64 else project_float32
-    logits_CV = project(hidden_TD[chunk], head_VD)
-    if temperature != 1.0:
-        logits_CV = logits_CV / temperature
+    return project(hidden_TD[chunk], head_VD)
+
+
+def _log_softmax(logits_CV: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
+    logits_CV = tempered(logits_CV, temperature)
     if kept is not None:
         kept.cut(logits_CV, chunk)
     return logits_CV.log_softmax(-1)
+
+
+def _as_drawn(
+    logits_CV: Tensor, targets_CK: Tensor, temperature: float, chunk: slice, kept: KeptIds | None
+) -> Tensor:
+    """Log-probs by the steps of the engine on CUDA, which divides by the temperature before it cuts."""
+    if kept is None:
+        return row_log_probs(logits_CV, targets_CK, temperature=temperature)
+    logits_CV = tempered(logits_CV, temperature)
+    kept.cut(logits_CV, chunk)
+    return row_log_probs(logits_CV, targets_CK)
 
 
 def _grad_logits(

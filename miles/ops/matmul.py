@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles.ops.kernels import has_kernels, kernels
+from miles.ops.numerics import cpu_tiles, is_invariant
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in the dtype of `x`."""
-    return F.linear(x, weight, bias)
+    if not is_invariant():
+        return F.linear(x, weight, bias)
+    return _RowProduct.apply(x, weight, bias) if has_kernels(x) else _in_whole_tiles(x, weight, bias)
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """`total + scale * x @ weight.T`, added in place: one product that starts from `total`."""
+    """`total + scale * x @ weight.T`, added in place: one product that starts from `total`, or an invariant one."""
+    if is_invariant():  # scaled and added apart: in one step, where an element lies would decide its last bit
+        return total.add_(linear(x, weight).mul_(scale))
     return total.addmm_(x, weight.t(), alpha=scale)
 
 
@@ -23,6 +32,10 @@ def project_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     On a CUDA device half-precision inputs go to the tensor cores as they are and the float32 accumulators come back;
     this path has no gradient (the chunked head in `ops/logprob.py` has its own).
     """
+    if is_invariant():
+        if has_kernels(x_TD):
+            return kernels("matmul").row_product(x_TD, weight_VD, dtype=torch.float32)
+        return _in_whole_tiles(x_TD.float(), weight_VD.float())
     if x_TD.dtype == torch.float32:
         return F.linear(x_TD, weight_VD.float())
     if x_TD.is_cuda:
@@ -38,3 +51,36 @@ def add_product_float32(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> 
         torch.addmm(total_MN, left_MK, right_KN, out_dtype=torch.float32, out=total_MN)
     else:
         total_MN.addmm_(left_MK.float(), right_KN.float())
+
+
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """`x` with rows of zeros (of its last dimension but one) up to a multiple."""
+    missing = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _in_whole_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tiles, num_rows = cpu_tiles(), x.shape[0]
+    if tiles.doubles:
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+    return F.linear(pad_rows(x, tiles.rows), weight, bias)[:num_rows]
+
+
+class _RowProduct(torch.autograd.Function):
+    # The gradients are products over other dimensions, which nothing is compared with: the library's are repeatable.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return kernels("matmul").row_product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if wants_x else None,
+            grad.t() @ x if wants_weight else None,
+            grad.sum(0) if wants_bias else None,
+        )

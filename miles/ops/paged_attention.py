@@ -17,7 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from miles.ops.attention import attend_in_order
 from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
+from miles.ops.numerics import is_invariant
 
 # Keys (or values) that a run gathers. They should stay in a core's cache until they are multiplied, and an allocation
 # of this size is served from memory that is already mapped.
@@ -104,6 +106,7 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: Paged
             max_query_len=1 if q_TNH.shape[0] == num_seqs else q_TNH.shape[0],
             page_size=view.page_size,
             scale=scale,
+            query_rows=16 if is_invariant() else 64,
             shared_3S=view.shared_3S,
         )
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
@@ -120,9 +123,14 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, view: Paged
         v_XCH = v_blocks.index_select(1, block_ids).view(-1, num_context, head_dim)
         q_BQKGH = (q_TNH[rows] * scale).reshape(num_seqs, num_queries, num_kv_heads, group, head_dim)
         q_XRH = q_BQKGH.permute(2, 0, 1, 3, 4).reshape(num_kv_heads * num_seqs, num_queries * group, head_dim)
-        scores_XRC = torch.bmm(q_XRH, k_XCH.transpose(1, 2))
-        scores_XRC.view(num_kv_heads, num_seqs, num_queries, group, num_context).add_(run.mask_BQ1C)
-        weights_XRC = torch.softmax(scores_XRC, -1, dtype=torch.float32).to(v_XCH.dtype)
-        out_KBQGH = torch.bmm(weights_XRC, v_XCH).view(num_kv_heads, num_seqs, num_queries, group, head_dim)
+        if is_invariant():
+            mask_BRC = run.mask_BQ1C.expand(-1, -1, group, -1).flatten(1, 2)
+            out_XRH = attend_in_order(q_XRH, k_XCH, v_XCH, mask_BRC)
+        else:
+            scores_XRC = torch.bmm(q_XRH, k_XCH.transpose(1, 2))
+            scores_XRC.view(num_kv_heads, num_seqs, num_queries, group, num_context).add_(run.mask_BQ1C)
+            weights_XRC = torch.softmax(scores_XRC, -1, dtype=torch.float32).to(v_XCH.dtype)
+            out_XRH = torch.bmm(weights_XRC, v_XCH)
+        out_KBQGH = out_XRH.reshape(num_kv_heads, num_seqs, num_queries, group, head_dim)
         out_TNH[rows].view(num_seqs, num_queries, num_kv_heads, group, head_dim).copy_(out_KBQGH.permute(1, 2, 0, 3, 4))
     return out_TNH

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from miles.ops.kernels import has_kernels, kernels
+from miles.ops.logprob import row_log_probs
+from miles.ops.numerics import is_invariant
 
 # Multipliers with good avalanche: 32 bits from Wellons' hash prospector, 64 bits from SplitMix64 (Steele et al. 2014).
 _MULTIPLY_32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
@@ -89,6 +91,8 @@ def sample(
         best_R, best_log_probs_R = _most_likely(logits_RV)
         tokens_R = torch.where(greedy_R, best_R, tokens_R)
         log_probs_R = torch.where(greedy_R, best_log_probs_R, log_probs_R)
+    if is_invariant():
+        log_probs_R = row_log_probs(logits_RV, tokens_R.unsqueeze(1)).squeeze(1)
     return Draw(tokens_R, log_probs_R, finite_R)
 
 

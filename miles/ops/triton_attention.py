@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from miles.ops.triton_paged_attention import paged_flash_attention
+
 LOG2_E = 1.4426950408889634
 
 # Tiles per (kernel, bytes of an element): queries, keys, warps, pipeline stages. Measured on an H200; float32 has no
@@ -337,3 +339,56 @@ def packed_flash_attention(
     Returns [T, N, H].
     """
     return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+
+
+class _PackedDecodeAttention(torch.autograd.Function):
+    # The fast kernel gives the sums of the softmax that the gradient needs; its last bits do not matter there.
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+        groups_B2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
+        tables, contexts_B = _packed_as_cache(cu_seqlens, max_seqlen, groups_B2)
+        out_TNH = paged_flash_attention(
+            *(q_TNH, k_TKH.transpose(0, 1), v_TKH.transpose(0, 1), tables, contexts_B, cu_seqlens),
+            max_query_len=max(max_seqlen, 2),
+            page_size=1,
+            scale=scale,
+            query_rows=16,
+        )
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, cu_seqlens, groups_B2)
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
+        return out_TNH
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
+        q_TNH, k_TKH, v_TKH, out_TNH, cu_seqlens, groups_B2 = ctx.saved_tensors
+        sizes = cu_seqlens, ctx.max_seqlen, ctx.scale, groups_B2
+        _, lse = attention_forward(q_TNH, k_TKH, v_TKH, *sizes)
+        return *attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, *sizes), None, None, None, None
+
+
+def _packed_as_cache(cu_seqlens: Tensor, max_seqlen: int, groups_B2: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Block tables of sequences in a cache whose blocks are the packed tokens, one each, and their context lengths."""
+    start_B1, length_B = cu_seqlens[:-1, None], cu_seqlens.diff()
+    longest = max_seqlen if groups_B2 is None else 2 * max_seqlen
+    place = torch.arange(longest, dtype=torch.int32, device=cu_seqlens.device)
+    if groups_B2 is None:
+        return start_B1 + place, length_B
+    head_B = groups_B2[:, 0].long()
+    shared_B = length_B[head_B] * (head_B != torch.arange(len(head_B), device=head_B.device))
+    in_head = place < shared_B[:, None]
+    tables = torch.where(in_head, start_B1[head_B] + place, start_B1 - shared_B[:, None] + place)
+    return tables, length_B + shared_B
+
+
+def packed_decode_attention(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    groups_B2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`packed_flash_attention` with the bits of `paged_flash_attention` at one new token: packed keys and values are
+    read as a cache with one slot a page."""
+    return _PackedDecodeAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)

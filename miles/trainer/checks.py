@@ -75,9 +75,16 @@ def check_rollout(record: dict[str, float], *, detached: bool, dtype: torch.dtyp
     _hold("--ci-test: log-probs of the first optimizer step of a rollout are too far apart", record, bounds)
 
 
-def check_gap(log_probs_R: Tensor, rollout_log_probs_R: Tensor, *, limit: float) -> None:
-    """Raise a `TrainError` when trainer and engine differ by more than `limit` on average."""
-    gap = float((log_probs_R - rollout_log_probs_R).abs().double().mean())
+def check_gap(log_probs_R: Tensor, rollout_log_probs_R: Tensor, *, limit: float, exact: bool = False) -> None:
+    """Raise a `TrainError` when trainer and engine differ by more than `limit` on average, or with `exact` at all."""
+    gap_R = (log_probs_R - rollout_log_probs_R).abs().double()
+    gap, num_differ = float(gap_R.mean()), int((gap_R > 0).sum())
+    if exact and num_differ > 0:
+        raise TrainError(
+            f"--true-on-policy-mode: trainer and engine differ in {num_differ} of {len(gap_R)} log-probs, by up to "
+            f"{float(gap_R.max()):.3g} nat; the weights are as they were before this optimizer step. Run `miles check` "
+            "with these flags; --max-logprob-gap 0 goes on regardless"
+        )
     if gap > limit:
         raise TrainError(
             f"trainer and engine differ by {gap:.4f} nat per token on average, more than --max-logprob-gap {limit}; "

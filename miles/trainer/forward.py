@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from miles.model.decoder import Decoder
+from miles.ops import numerics
 from miles.ops.logprob import token_log_probs, top_log_probs
 from miles.trainer.batch import MicroBatch, in_flat_order
 from miles.trainer.partition import TopLogProbs
@@ -24,10 +25,12 @@ from miles.trainer.partition import TopLogProbs
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """How log-probs are computed: logits are divided by the temperature that the tokens were drawn with."""
+    """How log-probs are computed: logits are divided by the temperature that the tokens were drawn with, and
+    `invariant` operations give the engine's bits."""
 
     temperature: float
     chunk_size: int
+    invariant: bool = False
 
     def score(
         self,
@@ -41,14 +44,15 @@ class Scorer:
         """Log-prob and entropy of each trained token, in the order of `micro_batch.places_R`, and the log-probs of
         other ids at the same places. `adapter` and `dropout_seed` are those of `ForwardContext`."""
         targets_R1 = micro_batch.targets_R[:, None]
-        log_probs_RK, entropy_R = token_log_probs(
-            self._hidden(model, micro_batch, adapter=adapter, dropout_seed=dropout_seed),
-            model.head_weight,
-            targets_R1 if also_ids_RK is None else torch.cat((targets_R1, also_ids_RK), 1),
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
-            kept=micro_batch.kept,
-        )
+        with numerics.invariant(self.invariant):
+            log_probs_RK, entropy_R = token_log_probs(
+                self._hidden(model, micro_batch, adapter=adapter, dropout_seed=dropout_seed),
+                model.head_weight,
+                targets_R1 if also_ids_RK is None else torch.cat((targets_R1, also_ids_RK), 1),
+                temperature=self.temperature,
+                chunk_size=self.chunk_size,
+                kept=micro_batch.kept,
+            )
         assert entropy_R is not None, "the entropy was asked for"
         return log_probs_RK[:, 0], entropy_R, None if also_ids_RK is None else log_probs_RK[:, 1:]
 

@@ -66,7 +66,8 @@ class Learner:
         result = StepResult(values.pop("log_probs"), values.pop("entropy"), values, self.optimizer.grad_norm())
         self.check_finite(work, result)
         if self.max_gap > 0 and work.batch.rollout_log_probs_R is not None:
-            check_gap(self.trainer_log_probs(work, result), work.batch.rollout_log_probs_R, limit=self.max_gap)
+            both = self.trainer_log_probs(work, result), work.batch.rollout_log_probs_R
+            check_gap(*both, limit=self.max_gap, exact=self.scorer.invariant)
         if not updates:
             return result
         self.optimizer.clip(result.grad_norm)

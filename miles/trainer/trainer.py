@@ -19,6 +19,7 @@ from miles.config.sections import BatchConfig, RunConfig
 from miles.errors import CheckpointError, NotFiniteError, TrainError
 from miles.model.decoder import Decoder
 from miles.model.flops import forward_flops
+from miles.model.invariance import require_invariance
 from miles.model.lora import to_peft
 from miles.model.names import to_hf
 from miles.observe.log import get_logger
@@ -82,7 +83,10 @@ class LocalTrainer:
                 apply_limits(limits, trained)
         # Supervised targets were not drawn at any temperature.
         temperature = config.rollout.rollout_temperature if self.is_policy else 1.0
-        self._scorer = Scorer(temperature, limits.chunk_size)
+        exact = config.numerics.true_on_policy_mode
+        if exact:
+            require_invariance(model, flag="--true-on-policy-mode")
+        self._scorer = Scorer(temperature, limits.chunk_size, invariant=exact)
         self._hooks = load_hooks(config)
         max_gap = config.checks.max_logprob_gap if self.is_policy else 0.0
         self._learner = Learner(model, self.optimizer, self._scorer, self._hooks.loss, algorithm, max_gap)

@@ -40,6 +40,8 @@ def test_a_number_of_rollouts_that_is_none_is_refused_by_name(number):
         build_command({"MILES_NUM_ROLLOUT": number}, **PLACES)
 
 
-def test_true_on_policy_is_refused_until_it_exists():
-    with pytest.raises(ValueError, match="MILES_TRUE_ON_POLICY"):
-        build_command({"MILES_TRUE_ON_POLICY": "1"}, **PLACES)
+def test_true_on_policy_wins_over_extra_arguments():
+    values = settings({"MILES_TRUE_ON_POLICY": "1", "MILES_EXTRA_ARGS": "--no-deterministic-mode"})
+    names = ("true_on_policy_mode", "deterministic_mode", "engine_enable_deterministic_inference")
+    assert all(values[name] for name in names) and values["recompute_logprobs_via_prefill"]
+    assert values["attn_implementation"] == "flash_attention_3"
