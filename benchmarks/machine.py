@@ -16,7 +16,8 @@ from miles.observe.environment import describe_environment
 
 def record(result: dict[str, Any], *, write: Path | None) -> None:
     """Add hardware, versions, commit, date and command; print one JSON line, and store it when asked to."""
-    environment = describe_environment(command=sys.argv, model_folder=None, seeds={})
+    command = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]  # `python -m` makes it absolute
+    environment = describe_environment(command=command, model_folder=None, seeds={})
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     result |= {
         "hardware": gpu or environment["hardware"]["cpu"],

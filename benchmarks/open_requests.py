@@ -7,7 +7,7 @@ client, the thread's hand-over and the scheduler, and on the second path also an
 time, because other programs on the machine must not count; the wall clock is reported beside it.
 A pair is one run with few and one with many, in turns; the ratio is the median of the pairs' ratios.
 
-    python benchmarks/open_requests.py [--pairs 5] [--requests 6144] [--write FOLDER]
+    python -m benchmarks.open_requests [--pairs 5] [--requests 6144] [--write FOLDER]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 import aiohttp
 import torch
-from machine import record
 
+from benchmarks.machine import record
 from miles.config.sections import EngineConfig
 from miles.engine.local import LocalEngine
 from miles.model.decoder import Decoder
