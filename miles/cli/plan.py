@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def run(argv: list[str]) -> int:
         config,
         find_spec(str(config.model.hf_checkpoint)),
         machine,
-        arguments.prompt_len or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
-        arguments.answer_len or config.rollout.rollout_max_response_len,
+        int(arguments.prompt_len or 0) or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
+        int(arguments.answer_len or 0) or config.rollout.rollout_max_response_len,
     )
     report = _report(job, num_rollout=config.data.num_rollout or 1)
     if arguments.json:
@@ -59,18 +60,26 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--gpu", help=f"name of a GPU: {', '.join(GPU_NAMES)}; default: the one of this machine")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the GPU")
     parser.add_argument("--unified-memory", action="store_true", help="CPU and GPU share one memory")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="memory of the CPU; default: of this machine")
-    parser.add_argument("--disk", type=float, metavar="GIB", help="room on disk; default: what is free where --save is")
-    parser.add_argument(
-        "--prompt-len", type=int, help=f"tokens; default: --rollout-max-prompt-len or {DEFAULT_PROMPT_LEN}"
-    )
-    parser.add_argument("--answer-len", type=int, help="expected tokens; default: --rollout-max-response-len")
+    for name, unit, text in (
+        ("--gpu-memory", "GIB", "memory of the GPU"),
+        ("--host-memory", "GIB", "memory of the CPU; default: of this machine"),
+        ("--disk", "GIB", "room on disk; default: what is free where --save is"),
+        ("--prompt-len", "TOKENS", f"of a prompt; default: --rollout-max-prompt-len or {DEFAULT_PROMPT_LEN}"),
+        ("--answer-len", "TOKENS", "to expect of an answer; default: --rollout-max-response-len"),
+    ):
+        parser.add_argument(name, type=_positive, metavar=unit, help=text)
     parser.add_argument("--measure", action="store_true", help="measure the rates of this machine's device first")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--help", "-h", action="store_true", help="print this text")
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
 
 
 def _settings(argv: list[str]) -> RunConfig:

@@ -156,7 +156,8 @@ class Job:
     def micro_batch(self, max_tokens: int) -> MicroBatch:
         """The largest one of equal samples; with shared prompts those of a group stay together."""
         num_inputs = self.sample_len - 1  # nothing is predicted after the last token
-        shared = self.config.batch.share_prompts_in_training * (self.prompt_len // SHARED_MULTIPLE * SHARED_MULTIPLE)
+        blocks = min(self.prompt_len, num_inputs - 1) // SHARED_MULTIPLE
+        shared = self.config.batch.share_prompts_in_training * blocks * SHARED_MULTIPLE
         together = (max_tokens - shared) // (num_inputs - shared) if shared else 1
         together = min(max(together, 1), self.config.rollout.n_samples_per_prompt)
         shared *= together > 1
@@ -167,7 +168,7 @@ class Job:
         units = -(-self.samples_per_step // together)
         num = -(-units // fitting)
         largest = -(-units // num)
-        return MicroBatch(largest * length, largest * together * self.answer_len, num)
+        return MicroBatch(largest * length, largest * together * min(self.answer_len, num_inputs), num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +206,7 @@ class Memory:
 
 
 def trainer_limits(
-    spec: ModelSpec,
-    config: RunConfig,
-    *,
-    itemsize: int,
-    free_bytes: int,
-    unused_bytes: int,
-    gpu_bytes: int | None,
+    spec: ModelSpec, config: RunConfig, *, itemsize: int, free_bytes: int, unused_bytes: int, gpu_bytes: int | None
 ) -> Limits:
     """From the flags and the memory: of a GPU of `gpu_bytes`, or of the machine.
 

@@ -1,0 +1,66 @@
+"""`miles plan`: what it prints, its exit code, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from miles.cli.main import main
+
+MACHINE = ["--gpu", "H200", "--host-memory", "128", "--disk", "500"]
+
+
+def plan(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["plan", *argv])
+    return code, *capsys.readouterr()
+
+
+def test_json_has_what_the_tables_have(capsys):
+    code, out, _ = plan(capsys, "--hf-checkpoint", "Qwen/Qwen3-0.6B", *MACHINE, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["fits"] and report["parameters"] == 596_049_920
+    assert report["process_bytes"] == sum(report["memory"]["device"].values())
+    seconds = report["seconds"]
+    assert seconds["step"] == pytest.approx(seconds["generate"] + seconds["log_probs"] + seconds["update"])
+    code, out, _ = plan(capsys, "--hf-checkpoint", "Qwen3-0.6B", *MACHINE)
+    assert code == 0 and "it fits" in out
+    assert f"{report['memory']['device']['KV cache'] / 2**30:.2f}  KV cache" in out
+
+
+def test_a_run_that_does_not_fit_ends_with_the_flags_that_help(capsys):
+    flags = ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--engine-max-total-tokens", "600000", "--disk", "50"]
+    code, out, _ = plan(capsys, *flags)
+    assert code == 1 and "it does not fit" in out
+    advice = next(line for line in out.splitlines() if line.startswith("change"))
+    first = advice.partition(": ")[2].split("; or ")[0].split()
+    assert plan(capsys, *flags, *first)[0] == 0
+
+
+def test_longer_answers_take_longer(capsys):
+    def seconds(*flags: str) -> float:
+        _, out, _ = plan(capsys, "--hf-checkpoint", "Qwen3-0.6B", *MACHINE, "--json", *flags)
+        return json.loads(out)["seconds"]["step"]
+
+    assert seconds("--answer-len", "200") < 0.4 * seconds() < 0.4 * seconds("--rollout-max-response-len", "4096")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hf-checkpoint", "Qwen3-5B", *MACHINE], "no shape is known by this name (did you mean"),
+        (["--hf-checkpoint", "Qwen3-4B", "--gpu", "Voodoo 2"], "not a known GPU; give --gpu-memory"),
+        (MACHINE, "--hf-checkpoint is missing"),
+        (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--max-token-per-gpu", "5"], "did you mean --max-tokens-per-gpu"),
+        (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--rollout-batch-size", "0"], "--rollout-batch-size must be"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, argv, message):
+    code, _, err = plan(capsys, *argv)
+    assert code == 2 and message in err
+
+
+def test_a_machine_without_memory_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        plan(capsys, "--hf-checkpoint", "Qwen3-4B", "--gpu-memory", "-3")
+    assert "--gpu-memory: must be above 0" in capsys.readouterr().err
