@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import difflib
 import importlib
 import inspect
@@ -107,6 +108,29 @@ def _is_own_frame(filename: str) -> bool:
     return filename == __file__ or filename.startswith("<frozen importlib") or filename == importlib.__file__
 
 
+def _for_future(error: BaseException) -> BaseException:
+    """The error, or one in its place that a future can hold: a `StopIteration` would never reach who waits."""
+    if not isinstance(error, StopIteration):
+        return error
+    return RuntimeError("it raised StopIteration").with_traceback(error.__traceback__)
+
+
+async def call_apart(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """The result of a plain function in a daemon thread of its own: any number run at the same time, and one that never
+    returns holds up neither another nor the end of the process."""
+    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*arguments, **named))
+        except BaseException as error:  # not caught here: the caller raises it
+            outcome.set_exception(_for_future(error))
+
+    threading.Thread(target=run, name="call-apart", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
 _STUCK_S = 0.5  # a thread that does nothing for so long after a time-out is left to itself
 
 
@@ -187,7 +211,7 @@ class _HookCall:
             value = self._function(*self._arguments)
             value = await value if inspect.isawaitable(value) else value
         except Exception as error:  # not caught here: the caller raises it
-            self._settle(None, error)
+            self._settle(None, _for_future(error))
         except SystemExit as error:
             exited = RuntimeError(f"it called sys.exit({error.code})").with_traceback(error.__traceback__)
             self._settle(None, exited)
@@ -195,7 +219,7 @@ class _HookCall:
             # at once, and not through this loop, which may have to run other plain functions first
             self._settle(value, None)
 
-    def _settle(self, value: Any, error: Exception | None) -> None:
+    def _settle(self, value: Any, error: BaseException | None) -> None:
         def settle() -> None:
             if self.outcome.done():
                 return

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from miles.errors import StorageError
 from miles.observe.samples import from_row, to_row
 from miles.types import Sample
 
@@ -27,8 +28,16 @@ class DiskSamples(Sequence[Sample]):
         self._ends = array("Q", [0])
 
     def append(self, sample: Sample) -> None:
-        self._file.seek(self._ends[-1])
-        self._file.write(json.dumps(to_row(sample)).encode())
+        """Raises `StorageError` when there is no room."""
+        try:
+            self._file.seek(self._ends[-1])
+            self._file.write(json.dumps(to_row(sample)).encode())
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(
+                f"{tempfile.gettempdir()}: cannot keep the prompts there, which would fill the memory: "
+                f"{error.strerror or error}; make room, or name another folder in TMPDIR"
+            ) from error
         self._ends.append(self._file.tell())
 
     def __len__(self) -> int:

@@ -65,15 +65,20 @@ async def evaluate(
     check_failures(written, what="evaluation")
     rewards.end_batch([sample for group in written for sample in group.samples])
     flat = {name: [sample for group in of_set for sample in group] for name, of_set in samples.items()}
+    # an answer of several rows is what its last one says
+    answers = {
+        name: [list({s.index: s for s in group}.values()) for group in of_set] for name, of_set in samples.items()
+    }
     metrics: dict[str, float] = {}
     reward_key = config.eval.eval_reward_key or config.reward.reward_key
-    for name, of_set in flat.items():
-        for sample in of_set:
+    for name, of_set in answers.items():
+        counted = [sample for group in of_set for sample in group]
+        for sample in counted:
             if isinstance(sample.reward, dict):
                 source, who = "the reward", f"sample {sample.index} of set {name} (--eval-reward-key)"
                 checked_reward(sample.reward, reward_key=reward_key, source=source, who=who)
-        metrics |= _metrics(f"eval/{name}", of_set, reward_key=reward_key)
-        rights = [_rights(group, reward_key) for group in samples[name]]
+        metrics |= _metrics(f"eval/{name}", counted, reward_key=reward_key)
+        rights = [_rights(group, reward_key) for group in of_set]
         metrics |= {f"eval/{name}-{kind}": value for kind, value in pass_metrics(rights).items()}
     return EvalResult(metrics, flat)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from miles.text.detokenize import Detokenizer
 from miles.text.tokenizer import Tokenizer
-from miles.types import GenerationRequest, GenerationResult, Generator, SamplingParams
+from miles.types import FinishReason, GenerationRequest, GenerationResult, Generator, SamplingParams
 
 
 class EngineClient:
@@ -22,9 +23,10 @@ class EngineClient:
         self._generator = generator
         self.tokenizer = tokenizer
         self._ids = itertools.count()
-        self._unsent: list[GenerationRequest] = []
+        self._unsent: list[tuple[GenerationRequest, asyncio.Future[GenerationResult]]] = []
         self._waiting: dict[int, asyncio.Future[GenerationResult]] = {}
         self._dispatcher: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, *, noise_key: int
@@ -35,12 +37,13 @@ class EngineClient:
         request = GenerationRequest(next(self._ids), prompt_ids, sampling, noise_key)
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(request)
-        future = self._waiting[request.request_id] = loop.create_future()
+        future: asyncio.Future[GenerationResult] = loop.create_future()
+        self._unsent.append((request, future))
         try:
             return await future
         except asyncio.CancelledError:
-            self._abort(request)
+            if request.request_id in self._waiting:  # one that has not been sent never will be
+                self._generator.abort([request.request_id])
             raise
 
     @property
@@ -55,11 +58,18 @@ class EngineClient:
         whole.append(ids)
         return whole.text
 
-    async def stop(self) -> None:
-        """Stop every request now. Each one's coroutine gets what was written, with finish reason `abort`."""
-        if self._waiting:
-            self._generator.abort()
-        await self.drain()
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """Stop every request now, and each new one until the block ends. Their coroutines get what was written, with
+        finish reason `abort`."""
+        self._is_stopped = True
+        try:
+            if self._waiting:
+                self._generator.abort()
+            await self.drain()
+            yield
+        finally:
+            self._is_stopped = False
 
     async def drain(self) -> None:
         """Wait until no request is in flight; aborted ones get their result from the engine too."""
@@ -68,19 +78,17 @@ class EngineClient:
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
-        for request in unsent:
-            if self._waiting[request.request_id].cancelled():
-                del self._waiting[request.request_id]
-        requests = [request for request in unsent if request.request_id in self._waiting]
-        if not requests:
+        wanted = [(request, future) for request, future in unsent if not future.done()]
+        if self._is_stopped:
+            for request, future in wanted:
+                future.set_result(GenerationResult(request.request_id, [], [], [], FinishReason.ABORT))
             return
-        self._generator.submit(requests)
+        if not wanted:
+            return
+        self._waiting |= {request.request_id: future for request, future in wanted}
+        self._generator.submit([request for request, _ in wanted])
         if self._dispatcher is None or self._dispatcher.done():
             self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
-
-    def _abort(self, request: GenerationRequest) -> None:
-        if request.request_id in self._waiting and request not in self._unsent:  # unsent ones are dropped when sending
-            self._generator.abort([request.request_id])
 
     async def _dispatch(self) -> None:
         try:

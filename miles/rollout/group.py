@@ -40,8 +40,9 @@ async def write_group(
     reasons = [f"sample {sample.index}: {failure}" for sample, failure in zip(given, failures, strict=True) if failure]
     written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     is_open = goes_on and any(sample.status is SampleStatus.ABORTED for sample in samples)
-    if not is_open and any(sample.reward is None for sample in written):
-        await score(written)
+    unscored = [sample for sample in written if sample.reward is None]  # the writer of an answer may have scored it
+    if unscored and not is_open:
+        await score(unscored)
     return WrittenGroup(
         samples=[s for s in written if s.status is not SampleStatus.FAILED],  # a reward can drop some
         failed=[s for s in samples if s.status is SampleStatus.FAILED],

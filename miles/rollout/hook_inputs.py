@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.errors import RequestError
 from miles.rollout.client import EngineClient
 from miles.text.tokenizer import Tokenizer
 from miles.types import GenerationResult, Sample, SamplingParams
+
+_ENDED = "the sample of this request has ended"
 
 
 class GenerateState:
@@ -20,6 +23,8 @@ class GenerateState:
         self.args, self.max_context_len = args, max_context_len
         self.noise_key = noise_key
         self._client, self._loop, self._next_key = client, asyncio.get_running_loop(), noise_key
+        self._writing: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -40,8 +45,30 @@ class GenerateState:
         key = noise_key
         if key is None:
             key, self._next_key = self._next_key, (self._next_key + 1) % 2**64
-        writing = self._client.generate(prompt_ids, sampling_params, noise_key=key)
+        writing = self._write(prompt_ids, sampling_params, key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(writing, self._loop))
+
+    async def _write(self, prompt_ids: Sequence[int], sampling: SamplingParams, key: int) -> GenerationResult:
+        if self._is_closed:
+            raise RequestError(_ENDED, status=404)
+        task = asyncio.current_task()
+        assert task is not None
+        self._writing.add(task)
+        try:
+            return await self._client.generate(prompt_ids, sampling, noise_key=key)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise RequestError(_ENDED, status=404) from None
+            raise
+        finally:
+            self._writing.discard(task)
+
+    def close(self) -> None:
+        """Stop what is still being written, from the event loop that this was made in: a hook that has returned, or was
+        given up, may have left a request behind."""
+        self._is_closed = True
+        for task in self._writing:
+            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from typing import Any
 from miles.config.flags import FLAGS, Args
 from miles.config.sections import RunConfig
 from miles.data.buffer import take_oldest
-from miles.errors import PluginError
+from miles.data.source import ROW, SET
+from miles.errors import MilesError, PluginError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function
 from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub.common_filters import FilterOutput
@@ -54,6 +55,8 @@ class Hook:
             return await self._thread.call(function, *arguments, timeout_s=HOOK_TIMEOUT_S)
         except HookTimeoutError:
             raise self.wrong(f"did not return within {HOOK_TIMEOUT_S:g} s") from None
+        except MilesError:  # of the engine, or a sentence already
+            raise
         except Exception as error:  # fault boundary: the user's code can raise anything
             raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
 
@@ -108,6 +111,8 @@ class RolloutHooks:
             return take_oldest(parked, count)
         before = {id(group) for group in parked}
         taken: list[list[Sample]] = hook.at_once(self.args, None, parked, count)
+        if not isinstance(taken, list):
+            raise hook.wrong(f"returned a {type(taken).__name__}; expected a list of groups (of a plain function)")
         after = [id(group) for group in (*taken, *parked)]
         if len(taken) > count or len(after) != len(before) or set(after) != before:
             raise hook.wrong(
@@ -143,12 +148,16 @@ class RolloutHooks:
         if sample.status in _ENDED:
             return None
         state = GenerateState(self.args, client, noise_key=noise_key, max_context_len=max_context_len)
+        origin = {name: sample.metadata[name] for name in (ROW, SET) if name in sample.metadata}
         parameters = list(inspect.signature(self._generate.function).parameters)
-        if len(parameters) >= 3 and parameters[0] != "input":
-            given: list[Any] = [self.args, sample, sampling_dict(sampling)]
-            output = await self._generate(*given, *([evaluation] if "evaluation" in parameters else []))
-        else:
-            output = await self._generate(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
+        try:
+            if len(parameters) >= 3 and parameters[0] != "input":
+                given: list[Any] = [self.args, sample, sampling_dict(sampling)]
+                output = await self._generate(*given, *([evaluation] if "evaluation" in parameters else []))
+            else:
+                output = await self._generate(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
+        finally:
+            state.close()
         output = output.samples if isinstance(output, GenerateFnOutput) else output
         rows = output if isinstance(output, list) else [output]
         problem = next((text for row in rows if (text := _problem_of(row))), None if rows else "returned nothing")
@@ -156,6 +165,7 @@ class RolloutHooks:
             raise self._generate.wrong(f"{problem} for sample {sample.index}")
         for row in rows:
             row.group_index, row.index = sample.group_index, sample.index
+            row.metadata |= origin
         place = next(n for n, member in enumerate(group) if member is sample)
         group[place] = rows[0]
         group.extend(rows[1:])

@@ -176,14 +176,14 @@ class Producer:
         running = [job.task for job in jobs if job.task is not None and not job.task.done()]
         if not running:
             return
-        await self._client.stop()
-        await asyncio.sleep(0)  # the waiting coroutines take over what was written
-        if not self._partial:
-            for task in running:
-                task.cancel()
-        for ended in await asyncio.gather(*running, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
+        async with self._client.stopped():
+            await asyncio.sleep(0)  # the waiting coroutines take over what was written
+            if not self._partial:
+                for task in running:
+                    task.cancel()
+            for ended in await asyncio.gather(*running, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
 
     async def _cancel(self, jobs: list[_Job]) -> None:
         tasks = [job.task for job in jobs if job.task is not None]

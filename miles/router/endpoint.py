@@ -18,13 +18,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from miles.errors import RequestError
 
 HOST = "127.0.0.1"
+MAX_BODY_BYTES = 64 * 2**20
 Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -69,9 +70,15 @@ class Endpoint:
         if answer is None:
             return _unknown()
         try:
-            body = await request.json()
-        except ValueError as error:
-            return _problem(f"the body is not JSON: {error}")
+            sent = await request.body()
+            if len(sent) > MAX_BODY_BYTES:
+                return _problem(f"the body has {len(sent)} bytes; at most {MAX_BODY_BYTES} are taken", status=413)
+            body = json.loads(sent)
+            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        except ClientDisconnect:
+            return _problem("the body is not complete")
+        except (ValueError, RecursionError) as error:
+            return _problem(f"the body cannot be read as JSON: {error}")
         if not isinstance(body, dict):
             return _problem("the body is not a JSON object")
         try:
@@ -91,14 +98,12 @@ def _problem(text: str, *, status: int = 400, code: str = "invalid_request") -> 
 
 def _stream(given: dict[str, Any]) -> Response:
     """The whole answer as the one chunk of a stream of server-sent events, for programs that only know streams."""
-    choices = [
-        {
-            "index": choice["index"],
-            "finish_reason": choice["finish_reason"],
-            **({"delta": choice["message"]} if "message" in choice else {"text": choice["text"]}),
-        }
-        for choice in given["choices"]
-    ]
-    chunk = {**given, "object": given["object"].replace("completion", "completion.chunk"), "choices": choices}
+    choices = [{**choice} for choice in given["choices"]]
+    for choice in choices:
+        if "message" in choice:
+            message = choice.pop("message")
+            calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", ()))]
+            choice["delta"] = {**message, "tool_calls": calls} if calls else message
+    chunk = {**given, "object": given["object"].replace("chat.completion", "chat.completion.chunk"), "choices": choices}
     events = (f"data: {text}\n\n" for text in (json.dumps(chunk), "[DONE]"))
     return StreamingResponse(events, media_type="text/event-stream")

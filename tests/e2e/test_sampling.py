@@ -55,6 +55,26 @@ def test_partial_rollout_loses_no_group_and_trains_none_twice_also_when_it_is_ki
     assert any(record["rollout/num_groups_continued"] for record in records(miles.run, "step"))
 
 
+def test_agents_on_mixed_prompts_by_difficulty_see_the_same_when_they_are_killed(miles):
+    settings = {
+        **FILTER,
+        "custom_generate_function_path": "miles.rollout.generate_hub.agentic_tool_call.generate",
+        "custom_agent_function_path": "tests.e2e.rewards.agent",
+        "mix_prompt_data": ("train.jsonl", 0.5),
+        "curriculum_pass_rates": (0.0, 0.9),
+        "eval_prompt_data": ("held", "train.jsonl"),
+        "eval_interval": 1,
+    }
+    assert miles.train(**settings, before=[["signal_at_stage", "train", int(signal.SIGKILL), 2]]).code == -9
+    assert miles.train(**settings).code == 0
+    assert miles.train(**settings, run_name="whole").code == 0
+    runs = (miles.run, miles.run.with_name("whole"))
+    for name in [f"rollout_{step}" for step in range(3)] + [f"eval_{step}" for step in range(3)]:
+        stored = [pyarrow.parquet.read_table(run / "samples" / f"{name}.parquet").to_pylist() for run in runs]
+        killed, whole = ([(row["group_index"], row["index"], row["tokens"]) for row in rows] for rows in stored)
+        assert killed == whole
+
+
 def test_stored_samples_give_the_same_step_bit_for_bit(miles):
     template = str(miles.folder / "dump" / "r_{rollout_id}.parquet")
     cut = {"rollout_top_k": 5, "num_rollout": 2}

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from miles.errors import PluginError
-from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function, locate
+from miles.plugins import (
+    HookThread,
+    HookTimeoutError,
+    call_apart,
+    check_signature,
+    describe_error,
+    load_function,
+    locate,
+)
 
 
 @pytest.fixture
@@ -150,3 +158,18 @@ def test_an_error_is_located_in_the_users_file(plugin_dir: Path) -> None:
     assert describe_error(caught.value, function=function).startswith(f"{plugin_dir}/plug_deep.py:4: ")
     assert "JSONDecodeError" in describe_error(caught.value, function=function)
     assert locate(function) == f"{plugin_dir}/plug_deep.py:3"
+
+
+def test_a_stop_iteration_reaches_the_caller() -> None:
+    hooks = HookThread("test")
+
+    def first(numbers: list[int]) -> int:
+        return next(iter(numbers))
+
+    async def run() -> None:
+        for call in (hooks.call(first, [], timeout_s=20), call_apart(first, [])):
+            with pytest.raises(RuntimeError, match="it raised StopIteration"):
+                await asyncio.wait_for(call, timeout=10)
+
+    asyncio.run(run())
+    hooks.close()

@@ -6,60 +6,81 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import copy
 import functools
 import inspect
+import json
 import time
+from typing import Any
 
 from miles.errors import ConfigError
-from miles.plugins import describe_error, load_function
+from miles.plugins import call_apart, describe_error, load_function
 from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import NUM_TURNS, TOOL_TIME
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
-from miles.rollout.hooks import FAILURE
+from miles.rollout.hooks import FAILURE, HOOK_TIMEOUT_S
+from miles.rollout.reward_value import checked_reward
 from miles.router.endpoint import Endpoint
 from miles.types import SampleStatus
 
 AGENT_FLAG = "--custom-agent-function-path"
+AGENT_TIMEOUT_S = HOOK_TIMEOUT_S - 600  # before the run would end
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     """Run the program `f(base_url=, prompt=, request_kwargs=, metadata=)`, plain or async, to its end.
 
     Each conversation that it held is a row: one, unless it edited or forked the text before. What it returns is merged
-    into the metadata of the rows; `reward` in it is their reward. A program that fails loses its sample, unless it
-    failed because a conversation was full: that one is an answer that met its length limit.
+    into the metadata of the rows; `reward` in it is their reward. A program that fails, or does not return, loses its
+    sample, unless it failed because a conversation was full: that one is an answer that met its length limit.
     """
     sample, args = input.sample, input.args
     if args.custom_agent_function_path is None:
         raise ConfigError(f"agentic_tool_call.generate needs {AGENT_FLAG}, the program that talks to the model")
     program = load_function(args.custom_agent_function_path, flag=AGENT_FLAG)
     conversations = Conversations(input.state, sample, input.sampling_params)
-    start, failure = time.perf_counter(), None
+    start, failure, limit = time.perf_counter(), None, asyncio.timeout(AGENT_TIMEOUT_S)
     with _endpoint().session(conversations.answer) as base_url:
         kwargs = {
             "base_url": base_url,
-            "prompt": sample.prompt,
+            "prompt": copy.deepcopy(sample.prompt),
             "request_kwargs": conversations.request_kwargs,
-            "metadata": dict(sample.metadata),
+            "metadata": copy.deepcopy(sample.metadata),
         }
         try:
             is_async = inspect.iscoroutinefunction(program)
-            returned = await (program(**kwargs) if is_async else asyncio.to_thread(program, **kwargs)) or {}
+            async with limit:
+                returned = await (program(**kwargs) if is_async else call_apart(program, **kwargs))
         except Exception as error:  # fault boundary: a program can raise anything
-            returned, failure = {}, describe_error(error, function=program)
-    rows = conversations.end()
+            late = f"{AGENT_FLAG} did not return within {AGENT_TIMEOUT_S:g} s"
+            returned, failure = {}, late if limit.expired() else describe_error(error, function=program)
+    rows = conversations.end()  # raises when the engine has failed
     if not rows or (failure is not None and all(row.status is SampleStatus.COMPLETED for row in rows)):
         sample.status = SampleStatus.FAILED
-        sample.metadata[FAILURE] = failure or "the program asked for no answer"
+        refusal = f" (a request was refused: {conversations.refusal})" if conversations.refusal else ""
+        sample.metadata[FAILURE] = (failure or "the program asked for no answer") + refusal
         return GenerateFnOutput(sample)
-    if not isinstance(returned, dict):
-        raise ConfigError(f"{AGENT_FLAG} returned a {type(returned).__name__}; expected a dict or None")
+    returned = _checked(returned, reward_key=args.reward_key)
     for row in rows:
         row.metadata |= returned
         row.reward = returned.get("reward", row.reward)
     away = time.perf_counter() - start - conversations.seconds
     rows[0].metadata |= {TOOL_TIME: max(0.0, away), NUM_TURNS: conversations.num_turns}
     return GenerateFnOutput(rows)
+
+
+def _checked(returned: Any, *, reward_key: str | None) -> dict[str, Any]:
+    returned = {} if returned is None else returned
+    if not isinstance(returned, dict):
+        raise ConfigError(f"{AGENT_FLAG} returned a {type(returned).__name__}; expected a dict or None")
+    try:
+        json.dumps(returned, default=str)  # it becomes part of the stored samples
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{AGENT_FLAG} returned a dict that cannot be stored as JSON: {error}") from error
+    if returned.get("reward") is not None:
+        reward = checked_reward(returned["reward"], reward_key=reward_key, source=AGENT_FLAG, who="an answer")
+        returned = {**returned, "reward": reward}
+    return returned
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from miles.errors import ConfigError
-from miles.plugins import describe_error, load_function
+from miles.plugins import call_apart, describe_error, load_function
 from miles.rollout.generate_hub.single_turn import drop_stop_beginning
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
 from miles.text.tokens import TokenLog, following_ids
@@ -82,7 +82,7 @@ async def _run(call: ToolCall, args: Any) -> str:
         if inspect.iscoroutinefunction(function):
             running = function(call.name, call.arguments)
         else:
-            running = asyncio.to_thread(function, call.name, call.arguments)
+            running = call_apart(function, call.name, call.arguments)
         answer = str(await asyncio.wait_for(running, args.generate_tool_timeout))
     except TimeoutError:
         return f"error: the tool gave no answer within {args.generate_tool_timeout:g} s"
@@ -97,8 +97,10 @@ def tool_numbers(samples: list[Sample]) -> dict[str, float]:
     noted = [sample for sample in samples if NUM_TURNS in sample.metadata]
     if not noted:
         return {}
-    num_tokens = max(1, sum(sample.response_length for sample in noted))
-    num_given = sum((sample.loss_mask or []).count(0) for sample in noted)
+    answers = {sample.index for sample in noted}
+    rows = [sample for sample in samples if sample.index in answers]  # an agent's answer can have several
+    num_tokens = max(1, sum(sample.response_length for sample in rows))
+    num_given = sum((sample.loss_mask or []).count(0) for sample in rows)
     return {
         "rollout/num_turns": sum(sample.metadata[NUM_TURNS] for sample in noted) / len(noted),
         "rollout/tool_token_ratio": num_given / num_tokens,

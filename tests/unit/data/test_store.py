@@ -14,7 +14,7 @@ from miles.data.prompts import load_prompts
 from miles.data.rows import read_rows
 from miles.data.source import PromptSource
 from miles.data.store import DiskSamples
-from miles.errors import DataError
+from miles.errors import DataError, StorageError
 from miles.text.tokenizer import Tokenizer
 from miles.types import Sample
 
@@ -47,6 +47,13 @@ def test_disk_samples_are_a_sequence() -> None:
     assert samples[-1].tokens == [3] and [s.tokens for s in samples[1:3]] == [[1], [2]]
     with pytest.raises(IndexError):
         samples[4]
+
+
+def test_a_full_disk_is_said_in_a_sentence() -> None:
+    samples = DiskSamples()
+    samples._file = open("/dev/full", "wb")  # noqa: SIM115 - a device without room
+    with pytest.raises(StorageError, match="No space left on device; make room, or name another folder in TMPDIR"):
+        samples.append(Sample(prompt="p", tokens=[1]))
 
 
 def test_a_file_on_the_hub_is_fetched_and_sliced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
 from miles.rollout.rewards import RewardRunner
 from miles.text.tokenizer import load_tokenizer
-from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample
+from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus
 from tests.unit.rollout.fake_generator import FakeGenerator, stopped
 from tests.unit.text.tiny_tokenizer import write_tokenizer
 
@@ -141,3 +143,16 @@ def test_an_evaluation_can_report_another_field_of_the_reward_than_training() ->
     config = with_values(config, {"eval_reward_key": "accuracy"})
     with pytest.raises(RewardError, match=r"dict without 'accuracy' .* for sample 0 of set easy \(--eval-reward-key\)"):
         run(FakeGenerator(answer_seven), [suite("easy", ["7"])], config)
+
+
+def fork(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A first row that is wrong and a last one that says 7."""
+    ended = {"response_length": 2, "tokens": [*sample.tokens, 8, 9], "status": SampleStatus.COMPLETED}
+    return [dataclasses.replace(sample, response=f"#### {number}", **ended) for number in (6, 7)]
+
+
+def test_an_answer_of_several_rows_counts_once() -> None:
+    config = with_values(CONFIG, {"custom_generate_function_path": f"{__name__}.fork"})
+    result = run(FakeGenerator(), [suite("easy", ["7", "8"])], config)
+    assert result.metrics["eval/easy"] == 0.5 and result.metrics["eval/easy/num_answers"] == 4.0
+    assert result.metrics["eval/easy-avg@2"] == 0.5 and len(result.samples["easy"]) == 8

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import random
+import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -13,9 +18,11 @@ import pytest
 
 from miles.config.flags import Args, with_values
 from miles.config.sections import RunConfig
-from miles.errors import ConfigError
+from miles.errors import ConfigError, EngineError, RequestError, RewardError
 from miles.rollout.client import EngineClient
+from miles.rollout.generate_hub import agentic_tool_call
 from miles.rollout.generate_hub.agentic_tool_call import generate
+from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import tool_numbers
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateState, sampling_dict
 from miles.text.tokenizer import Tokenizer
@@ -38,6 +45,13 @@ def chat(base_url: str, messages: list[dict[str, Any]], **body: Any) -> dict[str
     return post(base_url, "chat/completions", messages=messages, **body)["choices"][0]
 
 
+def refusal(base_url: str, path: str, body: bytes) -> tuple[int, str]:
+    """Status and message of a request that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(f"{base_url}/{path}", body), timeout=20)
+    return caught.value.code, json.loads(caught.value.read())["error"]["message"]
+
+
 def run_program(**kwargs: Any) -> Any:
     return PROGRAM[-1](**kwargs)
 
@@ -57,9 +71,16 @@ class Answers:
         return GenerationResult(request.request_id, ids, log_probs, [5] * len(ids), self.reason, text)
 
 
-def write(answers: Answers, program: Callable[..., Any], *, limit: int = 400, prompt: Any = "hi") -> list[Sample]:
+def write(
+    answers: Answers,
+    program: Callable[..., Any],
+    *,
+    limit: int = 400,
+    prompt: Any = "hi",
+    generator: FakeGenerator | None = None,
+) -> list[Sample]:
     async def run() -> list[Sample]:
-        client = EngineClient(FakeGenerator(answers), answers.tokenizer)
+        client = EngineClient(generator or FakeGenerator(answers), answers.tokenizer)
         args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
         state = GenerateState(args, client, noise_key=7, max_context_len=1000)
         sample = Sample(prompt=prompt, tokens=[5, 6], index=4, label="42", metadata={"level": 1})
@@ -121,9 +142,14 @@ def test_an_edited_message_begins_a_second_row_and_leaves_the_first(tokenizer: T
     assert [learned(row, tokenizer) for row in rows] == [["one<|im_end|>"], ["two<|im_end|>"]]
     assert "one!" in tokenizer.decode(rows[1].tokens) and "one!" not in tokenizer.decode(rows[0].tokens)
     assert all(row.index == 4 for row in rows)
+    rows[1].loss_mask = [0] * rows[1].response_length  # as if a tool had written it
+    lengths = [row.response_length for row in rows]
+    assert tool_numbers(rows)["rollout/tool_token_ratio"] == lengths[1] / sum(lengths)
 
 
-def test_a_template_that_drops_old_thinking_forks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_note_38_a_template_that_drops_old_thinking_forks(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program(base_url: str, prompt: str, **_: Any) -> None:
         messages = [{"role": "user", "content": prompt}]
         first = chat(base_url, messages)["message"]
@@ -178,7 +204,8 @@ def test_tokens_in_tokens_out(tokenizer: Tokenizer) -> None:
     [
         ({"temperature": 0.3}, "temperature=0.3: it must be 1.0"),
         ({"n": 2}, "n=2: it must be 1"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5: it is not supported here"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5: it must be 0"),
+        ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1}: it is not supported here"),
         ({"max_tokens": -1}, "max_tokens must be a whole number above 0"),
         ({"messages": "hi"}, "messages must be a list"),
     ],
@@ -252,3 +279,262 @@ def test_requests_at_the_same_time_do_not_share_a_row(tokenizer: Tokenizer) -> N
     assert sum(len(learned(row, tokenizer)) for row in rows) >= 3
     texts = [text for row in rows for text in learned(row, tokenizer)]
     assert {"two<|im_end|>", "three<|im_end|>"} <= set(texts)
+
+
+HELLO: dict[str, Any] = {"role": "user", "content": "hi"}
+DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("chat/completions", b"{", "cannot be read as JSON"),
+        ("chat/completions", b"\xff\xfe{}", "cannot be read as JSON"),
+        ("chat/completions", DEEP, "cannot be read as JSON"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogates not allowed"),
+        ("chat/completions", b'{"\\ud800": 1}', "surrogates not allowed"),
+        ("chat/completions", b"[]", "not a JSON object"),
+        ("chat/completions", {"messages": []}, "a list of messages with a role"),
+        ("chat/completions", {"messages": [{"content": "hi"}]}, "a list of messages with a role"),
+        ("chat/completions", {"messages": [{"role": 5, "content": "hi"}]}, "a list of messages with a role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "must be a text, or a list of parts"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "must be a text, or a list of parts",
+        ),
+        ("chat/completions", {"messages": [{**HELLO, "tool_calls": [5]}]}, "a list of calls, each with a function"),
+        ("chat/completions", {"messages": [{**HELLO, "tool_calls": 5}]}, "a list of calls, each with a function"),
+        ("chat/completions", {"messages": [HELLO], "stop": 5}, "stop must be"),
+        ("chat/completions", {"messages": [HELLO], "stop": [""]}, "stop must be"),
+        ("chat/completions", {"messages": [HELLO], "stop": ["x"] * 10_000}, "stop must be"),
+        ("chat/completions", {"messages": [HELLO], "max_tokens": 0}, "max_tokens must be"),
+        ("chat/completions", {"messages": [HELLO], "max_tokens": True}, "max_tokens must be"),
+        ("chat/completions", {"messages": [HELLO], "temperature": "x" * 10_000}, "it must be 1.0"),
+        ("generate", {"input_ids": [5], "sampling_params": 5}, "must be a JSON object"),
+        ("generate", {"input_ids": [5], "stream": True}, "no streams of generate"),
+        ("generate", {"input_ids": [-1]}, "token ids that are not from 0 to"),
+        ("generate", {"input_ids": [2**70]}, "token ids that are not from 0 to"),
+        ("generate", {"input_ids": [True]}, "a list of token ids"),
+        ("completions", {"prompt": [[5], [6]]}, "a list of token ids"),
+        ("completions", {"prompt": None}, "a list of token ids"),
+        ("nowhere", {}, "no /v1/nowhere here"),
+    ],
+)
+def test_a_body_that_cannot_be_served_is_refused_in_a_sentence(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, path: str, body: Any, expected: str
+) -> None:
+    def program(base_url: str, **_: Any) -> dict[str, Any]:
+        status, text = refusal(base_url, path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        chat(base_url, [HELLO])
+        return {"status": status, "text": text}
+
+    with caplog.at_level(logging.ERROR, "uvicorn.error"):
+        (row,) = write(Answers(tokenizer, "one"), program)
+    assert row.metadata["status"] in (400, 404) and expected in row.metadata["text"]
+    assert len(row.metadata["text"]) < 300 and not caplog.records
+
+
+def test_a_connection_that_ends_midway_leaves_nothing_behind(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(base_url: str, **_: Any) -> None:
+        address = base_url.removeprefix("http://").partition("/")[0]
+        host, _, port = address.partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            path = base_url.partition(address)[2]
+            head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: {address}\r\nContent-Length: 999\r\n\r\n"
+            client.sendall(head.encode() + b'{"messages"')
+        chat(base_url, [HELLO])
+
+    with caplog.at_level(logging.ERROR, "uvicorn.error"):
+        (row,) = write(Answers(tokenizer, "one"), program)
+    assert learned(row, tokenizer) == ["one<|im_end|>"] and not caplog.records
+
+
+def test_text_may_come_in_parts_and_no_text_is_an_empty_one(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, **_: Any) -> None:
+        message = chat(base_url, [HELLO])["message"]
+        parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+        chat(base_url, [HELLO, message, {"role": "user", "content": parts}, {"role": "user", "content": None}])
+
+    (row,) = write(Answers(tokenizer, "one", "two"), program)
+    text = tokenizer.decode(row.tokens, skip_special_tokens=False)
+    assert "<|im_start|>user\nhello<|im_end|>\n<|im_start|>user\n<|im_end|>" in text and "None" not in text
+
+
+def test_a_request_that_had_no_room_leaves_no_tokens_behind(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, **_: Any) -> None:
+        messages = [HELLO, chat(base_url, [HELLO])["message"]]
+        long = json.dumps({"messages": [*messages, {"role": "user", "content": "much " * 200}]}).encode()
+        assert "no room" in refusal(base_url, "chat/completions", long)[1]
+        chat(base_url, [*messages, {"role": "user", "content": "less"}])
+
+    (row,) = write(Answers(tokenizer, "one", "two"), program, limit=100)
+    text = tokenizer.decode(row.tokens, skip_special_tokens=False)
+    assert "much" not in text and text.count("less") == 1
+    assert row.status is SampleStatus.COMPLETED and learned(row, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_other_tools_begin_a_second_row(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, **_: Any) -> None:
+        messages = [HELLO, chat(base_url, [HELLO])["message"], {"role": "user", "content": "again"}]
+        chat(base_url, messages, tools=[{"type": "function", "function": {"name": "add"}}])
+
+    assert len(write(Answers(tokenizer, "one", "two"), program)) == 2
+
+
+def test_any_number_of_plain_programs_run_at_the_same_time(tokenizer: Tokenizer) -> None:
+    together = threading.Barrier(50)
+
+    def program(base_url: str, **_: Any) -> None:
+        together.wait(timeout=20)
+        chat(base_url, [HELLO])
+
+    async def run() -> list[Sample]:
+        client = EngineClient(FakeGenerator(Answers(tokenizer, *["one"] * 50)), tokenizer)
+        args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
+        sampling = sampling_dict(SamplingParams(max_new_tokens=50))
+        states = [GenerateState(args, client, noise_key=key, max_context_len=1000) for key in range(50)]
+        given = [GenerateFnInput(state, Sample(prompt="hi", tokens=[5]), sampling) for state in states]
+        outputs = await asyncio.gather(*(generate(one) for one in given))
+        return [
+            sample for one in outputs for sample in (one.samples if isinstance(one.samples, list) else [one.samples])
+        ]
+
+    PROGRAM.append(program)
+    assert [row.status for row in asyncio.run(run())] == [SampleStatus.COMPLETED] * 50
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "expected"),
+    [
+        ({"reward": float("nan")}, RewardError, "returned nan for an answer"),
+        ({"reward": "good"}, RewardError, "returned the str 'good'"),
+        ({"reward": {"score": 1}}, RewardError, "say with --reward-key"),
+        ({"found": {(1, 2): 3}}, ConfigError, "cannot be stored as JSON"),
+    ],
+)
+def test_what_a_program_returns_is_checked(
+    tokenizer: Tokenizer, returned: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error, match=expected):
+        write(Answers(tokenizer, "one"), lambda base_url, **_: chat(base_url, [HELLO]) and returned)
+
+
+def test_a_program_cannot_hide_that_the_engine_failed(tokenizer: Tokenizer) -> None:
+    class Broken(FakeGenerator):
+        async def results(self) -> list[GenerationResult]:
+            raise EngineError("the engine is gone")
+
+    def program(base_url: str, prompt: list[Any], metadata: dict[str, Any], **_: Any) -> None:
+        prompt.append("mine")
+        refusal(base_url, "chat/completions", json.dumps({"messages": [HELLO]}).encode())
+
+    answers = Answers(tokenizer, "one")
+    prompt = [HELLO]
+    with pytest.raises(EngineError, match="the engine is gone"):
+        write(answers, program, prompt=prompt, generator=Broken(answers))
+    assert prompt == [HELLO]  # a program may change what it was given
+
+
+def test_what_a_program_leaves_behind_is_stopped_and_changes_no_row(tokenizer: Tokenizer) -> None:
+    answers = Answers(tokenizer, "one", "two")
+    refused: list[tuple[int, str]] = []
+
+    async def run() -> None:
+        generator = FakeGenerator(answers, hold=[1])
+        client = EngineClient(generator, tokenizer)
+        args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
+        state = GenerateState(args, client, noise_key=7, max_context_len=1000)
+
+        def program(base_url: str, **_: Any) -> None:
+            messages = [HELLO, chat(base_url, [HELLO])["message"], {"role": "user", "content": "again"}]
+            body = json.dumps({"messages": messages}).encode()
+            later = threading.Thread(target=lambda: refused.append(refusal(base_url, "chat/completions", body)))
+            later.start()
+            while len(generator.submits) < 2:
+                time.sleep(0.01)
+            threads.append(later)
+
+        threads: list[threading.Thread] = []
+        PROGRAM.append(program)
+        sampling = sampling_dict(SamplingParams(max_new_tokens=50))
+        output = await generate(GenerateFnInput(state, Sample(prompt="hi", tokens=[5]), sampling))
+        (row,) = output.samples
+        before = list(row.tokens)
+        state.close()
+        await client.drain()
+        await asyncio.to_thread(threads[0].join)
+        assert generator.aborted == [1] and row.tokens == before and learned(row, tokenizer) == ["one<|im_end|>"]
+        with pytest.raises(RequestError, match="has ended"):
+            await state.generate([5], SamplingParams(max_new_tokens=5))
+
+    asyncio.run(run())
+    assert refused[0][0] == 404 and "has ended" in refused[0][1]
+
+
+def test_a_stream_numbers_its_tool_calls(tokenizer: Tokenizer) -> None:
+    def program(base_url: str, **_: Any) -> None:
+        body = json.dumps({"messages": [HELLO], "stream": True}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body), timeout=20) as got:
+            chunk = json.loads(got.read().decode().splitlines()[0].removeprefix("data: "))
+        assert chunk["object"] == "chat.completion.chunk"
+        assert [call["index"] for call in chunk["choices"][0]["delta"]["tool_calls"]] == [0, 1]
+
+    (row,) = write(Answers(tokenizer, CALL + CALL), program)
+    assert row.status is SampleStatus.COMPLETED, row.metadata
+
+
+@pytest.mark.slow
+def test_field_note_36_ten_thousand_random_sequences_stay_exact_in_conversations(tokenizer: Tokenizer) -> None:
+    chance = random.Random(2)
+    end = tokenizer.encode("<|im_end|>")
+    suffix = tokenizer.encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
+    ids = [token_id for token_id in range(tokenizer.vocab_size) if token_id not in tokenizer.special_token_ids]
+
+    async def run() -> int:
+        num_not_canonical = 0
+        for _ in range(10_000):
+            turns = [[*chance.choices(ids, k=chance.randint(1, 8)), *end] for _ in range(2)]
+            requests: list[GenerationRequest] = []
+
+            def answer(request: GenerationRequest, turns: Any = turns, requests: Any = requests) -> GenerationResult:
+                drawn = turns[len(requests)]
+                requests.append(request)
+                text = tokenizer.decode(drawn)
+                return GenerationResult(
+                    request.request_id, drawn, [-0.5] * len(drawn), [5] * len(drawn), FinishReason.STOP, text
+                )
+
+            state = GenerateState(
+                None, EngineClient(FakeGenerator(answer), tokenizer), noise_key=7, max_context_len=999
+            )
+            talk = Conversations(state, Sample(prompt="hi"), sampling_dict(SamplingParams(max_new_tokens=900)))
+            messages = [HELLO]
+            for _ in turns:
+                body = json.loads(json.dumps({"messages": messages}))
+                given = await talk.answer("v1/chat/completions", body)
+                messages += [given["choices"][0]["message"], {"role": "user", "content": "again"}]
+            (row,) = talk.end()
+            first = list(requests[0].prompt_ids)
+            assert row.tokens == [*first, *turns[0], *suffix, *turns[1]]
+            assert row.loss_mask == [1] * len(turns[0]) + [0] * len(suffix) + [1] * len(turns[1])
+            num_not_canonical += tokenizer.encode(tokenizer.decode(turns[0], skip_special_tokens=False)) != turns[0]
+        return num_not_canonical
+
+    assert asyncio.run(run()) > 1000
+
+
+def test_a_program_that_does_not_return_loses_its_sample(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agentic_tool_call, "AGENT_TIMEOUT_S", 0.3)
+    hangs = threading.Event()
+
+    def program(base_url: str, **_: Any) -> None:
+        chat(base_url, [HELLO])
+        hangs.wait()
+
+    (row,) = write(Answers(tokenizer, "one"), program)
+    assert row.status is SampleStatus.FAILED
+    assert row.metadata["failure"] == "--custom-agent-function-path did not return within 0.3 s"
+    hangs.set()

@@ -84,3 +84,21 @@ def test_an_unexpected_error_of_the_engine_is_not_lost() -> None:
             await task
 
     asyncio.run(run())
+
+
+def test_while_requests_are_stopped_new_ones_end_at_once() -> None:
+    async def run() -> None:
+        generator = FakeGenerator(hold=[0])
+        client = EngineClient(generator)
+        running = asyncio.create_task(client.generate([1], SAMPLING, noise_key=0))
+        await asyncio.sleep(0)
+        just_asked = asyncio.create_task(client.generate([2], SAMPLING, noise_key=0))
+        await asyncio.sleep(0)
+        async with client.stopped():
+            late = await client.generate([3], SAMPLING, noise_key=0)
+        results = [await running, await just_asked, late]
+        assert [result.finish_reason for result in results] == [FinishReason.ABORT] * 3
+        assert [len(submit) for submit in generator.submits] == [1]
+        assert (await client.generate([4], SAMPLING, noise_key=0)).finish_reason is FinishReason.STOP
+
+    asyncio.run(run())

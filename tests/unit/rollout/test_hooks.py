@@ -13,7 +13,7 @@ from miles.rollout.client import EngineClient
 from miles.rollout.group import write_group
 from miles.rollout.hooks import RolloutHooks, example_group
 from miles.rollout.to_train import to_train_samples
-from miles.types import Sample, SamplingParams
+from miles.types import Sample, SampleStatus, SamplingParams
 from tests.unit.rollout.fake_generator import FakeGenerator
 
 HERE = "tests.unit.rollout.test_hooks."
@@ -41,6 +41,24 @@ def two_rows(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluat
 
 def one_list(args: Any, samples: list[Sample]) -> list[float]:
     return [0.0] * len(samples)
+
+
+def takes_none(args: Any, rollout_id: None, buffer: list[Any], n: int) -> None:
+    return None
+
+
+async def takes_late(args: Any, rollout_id: None, buffer: list[Any], n: int) -> list[Any]:
+    return []
+
+
+def takes_copies(args: Any, rollout_id: None, buffer: list[Any], n: int) -> list[Any]:
+    return buffer[:n]
+
+
+def forgets(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    row = example_group((1.0,), reward_key=None)[0]
+    row.metadata = {"mine": 1, "prompt_row": "none"}
+    return row
 
 
 def wrong_count(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
@@ -116,3 +134,45 @@ def test_what_a_hook_gives_the_trainer_is_checked(flag: str, function: str, prob
     samples = example_group((0.0, 1.0, 1.0), reward_key=None)
     with pytest.raises(PluginError, match=problem):
         asyncio.run(hooks.to_train(samples, to_train_samples([samples])))
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("takes_none", "returned a NoneType; expected a list of groups"),
+        ("takes_late", "returned a coroutine; expected a list of groups"),
+        ("takes_copies", "must delete from the buffer what it returns"),
+    ],
+)
+def test_what_a_buffer_filter_returns_is_checked(function: str, problem: str) -> None:
+    hooks = RolloutHooks(with_values(RunConfig(), {"buffer_filter_path": HERE + function}))
+    with pytest.raises(PluginError, match=f"--buffer-filter-path {HERE}{function} .*{problem}"):
+        hooks.take_parked([[Sample(index=i)] for i in range(3)], 2)
+    hooks.close()
+
+
+def test_a_row_leads_back_to_its_prompt_whatever_a_hook_writes_into_its_metadata() -> None:
+    hooks = RolloutHooks(with_values(RunConfig(), {"custom_generate_function_path": HERE + "forgets"}))
+    group = [Sample(index=6, tokens=[1], metadata={"prompt_row": 4, "prompt_set": 1})]
+
+    async def run() -> None:
+        sampling = SamplingParams(max_new_tokens=4)
+        await hooks.write(EngineClient(FakeGenerator()), group, group[0], sampling, noise_key=1, max_context_len=9)
+
+    asyncio.run(run())
+    hooks.close()
+    assert group[0].metadata == {"mine": 1, "prompt_row": 4, "prompt_set": 1}
+
+
+def test_a_reward_that_came_with_the_answer_stays() -> None:
+    group = [Sample(index=i, tokens=[1], reward=reward) for i, reward in enumerate((0.25, None))]
+    scored: list[int] = []
+
+    async def done(sample: Sample) -> None:
+        sample.status = SampleStatus.COMPLETED
+
+    async def score(samples: list[Sample]) -> None:
+        scored.extend(sample.index for sample in samples)
+
+    asyncio.run(write_group(group, generate=done, score=score))
+    assert scored == [1] and group[0].reward == 0.25

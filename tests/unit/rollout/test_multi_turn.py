@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ async def hang(name: str, params: dict[str, Any]) -> str:
     return "late"
 
 
+TOGETHER = threading.Barrier(50)
+
+
+def meet(name: str, params: dict[str, Any]) -> str:
+    TOGETHER.wait(timeout=20)
+    return "met"
+
+
 def break_down(name: str, params: dict[str, Any]) -> str:
     raise ValueError("no such tool")
 
@@ -57,10 +66,12 @@ class Answers:
         return GenerationResult(request.request_id, ids, log_probs, [5] * len(ids), self.reason)
 
 
-async def write(answers: Answers, tokenizer: Tokenizer, *, tool: str = "add", limit: int = 900, **flags: Any) -> Sample:
+async def write(
+    answers: Answers, tokenizer: Tokenizer, *, tool: str = "add", limit: int = 900, context: int = 1000, **flags: Any
+) -> Sample:
     flags["generate_execute_tool_function_path"] = f"{__name__}.{tool}"
     client = EngineClient(FakeGenerator(answers), tokenizer)
-    state = GenerateState(Args(with_values(RunConfig(), flags)), client, noise_key=7, max_context_len=1000)
+    state = GenerateState(Args(with_values(RunConfig(), flags)), client, noise_key=7, max_context_len=context)
     sample = Sample(tokens=[5, 6, 7], index=0)
     sampling = sampling_dict(SamplingParams(max_new_tokens=limit))
     output = await generate(GenerateFnInput(state, sample, sampling))
@@ -194,3 +205,9 @@ def test_the_python_tool_runs_in_the_sandbox() -> None:
         pytest.skip(f"no sandbox on this machine: {shown}")
     assert "ZeroDivisionError" in asyncio.run(run("1 / 0"))
     assert "error: there is one tool" in asyncio.run(python_tool.execute("shell", {}))
+
+
+def test_any_number_of_plain_tools_run_at_the_same_time(tokenizer: Tokenizer) -> None:
+    calls = [*(tokenizer.encode(CALL) * TOGETHER.parties), eos(tokenizer)]
+    sample = asyncio.run(write(Answers(calls, [5, eos(tokenizer)]), tokenizer, tool="meet", limit=9000, context=9999))
+    assert sample.response.count("met") == TOGETHER.parties
