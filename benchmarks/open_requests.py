@@ -3,8 +3,9 @@
 Every open request is a coroutine that asks for one answer after the other, so that the number of open ones never
 changes; at most 256 are written at one time, the others wait in the engine. The model has one tiny layer, and the CPU
 time of its steps (the forward pass and the draws) is taken off the CPU time of the whole process: what stays is the
-client, the thread's hand-over and the scheduler, and on the second path also an HTTP client and our endpoint. CPU
-time, because other programs on the machine must not count; the wall clock is reported beside it.
+client, the thread's hand-over and the scheduler, and on the second path also an HTTP client and our endpoint, with the
+connections that each run opens. CPU time, because other programs on the machine must not count, and because the model
+and the rest overlap; the wall clock of the whole run is reported beside it.
 A pair is one run with few and one with many, in turns; the ratio is the median of the pairs' ratios.
 
     python -m benchmarks.open_requests [--pairs 5] [--requests 6144] [--write FOLDER]
@@ -47,17 +48,17 @@ Ask = Callable[[int], Awaitable[int]]  # from the number of a request to the tok
 
 
 class ModelClock:
-    """Seconds that the engine's thread spends in steps of the model: of its CPU, and of the wall clock."""
+    """CPU seconds that the engine's thread spends in steps of the model."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.cpu = self.wall = 0.0
+        self.cpu = 0.0
         runner = engine._core.runner
         self._launch, runner.launch = runner.launch, self.launch  # type: ignore[method-assign]
 
     def launch(self, plan: Any) -> Any:
-        cpu, wall = time.thread_time(), time.perf_counter()
+        begin = time.thread_time()
         drawing = self._launch(plan)
-        self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
+        self.cpu += time.thread_time() - begin
         return drawing
 
 
@@ -104,13 +105,12 @@ async def over_http(url: str, num_open: int, num_requests: int) -> None:
 
 
 def measure(run: Callable[[int], Any], clock: ModelClock, num_open: int, num_requests: int) -> dict[str, float]:
-    """Milliseconds per request outside the model, and in it."""
+    """Milliseconds per request outside the model, in it, and by the clock on the wall."""
     gc.collect()
-    model_cpu, model_wall, cpu, wall = clock.cpu, clock.wall, time.process_time(), time.perf_counter()
+    model, cpu, wall = clock.cpu, time.process_time(), time.perf_counter()
     asyncio.run(run(num_open))
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    model_cpu, model_wall = clock.cpu - model_cpu, clock.wall - model_wall
-    values = {"outside": cpu - model_cpu, "outside_wall": wall - model_wall, "model": model_cpu}
+    model, cpu, wall = clock.cpu - model, time.process_time() - cpu, time.perf_counter() - wall
+    values = {"outside": cpu - model, "model": model, "wall": wall}
     return {name: 1e3 * value / num_requests for name, value in values.items()}
 
 
@@ -121,7 +121,7 @@ def compare(run: Callable[[int], Any], clock: ModelClock, pairs: int, num_reques
             found[num_open].append(measure(run, clock, num_open, num_requests))
     few, many = found[FEW][1:], found[MANY][1:]  # the first pair warms up
     ratios = [b["outside"] / a["outside"] for a, b in zip(few, many, strict=True)]
-    walls = [b["outside_wall"] / a["outside_wall"] for a, b in zip(few, many, strict=True)]
+    walls = [b["wall"] / a["wall"] for a, b in zip(few, many, strict=True)]
     return {
         **{
             f"{name}_ms_{num_open}": round(median(one[name] for one in each), 4)
