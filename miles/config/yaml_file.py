@@ -68,7 +68,7 @@ def _items(name: str, node: yaml.Node, *, source: str, shown: str) -> Iterator[I
         raise ConfigError(f"{shown} is not a setting{closest(field_name, FLAGS)}")
     spelling = "--" + name.replace("_", "-")
     values = _values(flag, node, shown)
-    if flag.kind is bool:
+    if flag.kind is bool and values:
         word = values[0].lower()
         if word not in _TRUE + _FALSE:
             raise ConfigError(f"{shown}: expected true or false, not {values[0]!r}")

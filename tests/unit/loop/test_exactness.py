@@ -104,3 +104,11 @@ def test_random_shapes_are_exact(monkeypatch):
             assert found.num_differ == 0, (shape, dataclasses.asdict(found))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_is_exact(smollm2_dir, monkeypatch):
+    monkeypatch.setitem(exactness.SIZES, "cpu", ((50, 23, 5), 16))
+    verdict = exactness.check_exactness(config(hf_checkpoint=str(smollm2_dir), device="cpu", rollout_top_k=50))
+    assert (verdict.status, verdict.data["max_gap"]) == ("ok", 0.0)
