@@ -44,7 +44,7 @@ async def answer(engine: LocalEngine, requests: list[GenerationRequest]) -> dict
 
 def measure(
     engine: LocalEngine, tokenizer: Tokenizer, rows: list[dict[str, str]], *, answers: int, sampling: SamplingParams
-) -> dict[str, float]:
+) -> dict[str, Any]:
     requests = []
     for place, row in enumerate(rows):
         prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": row["question"]}]))
@@ -61,16 +61,21 @@ def measure(
         )
         for place, row in enumerate(rows)
     ]
-    finished = fmean(result.finish_reason is FinishReason.STOP for result in results.values())
+    rows_of = [[results[place * answers + member] for member in range(answers)] for place in range(len(rows))]
     group = min(8, answers)
+    # Lists have an entry for each problem; `miles report --check` follows the figures from them.
     return {
+        "answers": answers,
+        "right": right,
         "pass@1": fmean(pass_at(1, answers, count) for count in right),
         f"pass@{answers}": fmean(pass_at(answers, answers, count) for count in right),
         f"mixed_groups_of_{group}": fmean(
             1 - pass_none(group, answers, count) - pass_none(group, answers, answers - count) for count in right
         ),
-        "mean_length": fmean(len(result.output_ids) for result in results.values()),
-        "finished": finished,
+        "length": (length := [fmean(len(one.output_ids) for one in row) for row in rows_of]),
+        "mean_length": fmean(length),
+        "finished": (finished := [fmean(one.finish_reason is FinishReason.STOP for one in row) for row in rows_of]),
+        "mean_finished": fmean(finished),
         "tokens_per_second": sum(len(result.output_ids) for result in results.values()) / seconds,
     }
 

@@ -3,7 +3,8 @@
     python benchmarks/profile_step.py [--shape 0.6b] [--rows 256] [--context 600] [--answers 8] [--write FOLDER]
 
 With `--answers` above 1, so many rows have a prompt of `--prompt` tokens in common; the rest of the context is
-theirs. Writes a table of each and one JSON line: milliseconds of a step by the clock, on the device, and of host work.
+theirs. Writes a table of each and one JSON line: milliseconds of each step by the
+clock and of host work, and of the device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from miles.observe.gpu import synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, SamplingParams, TrainSample
 
-NUM_STEPS = 20
+NUM_STEPS, NUM_TIMED = 20, 100  # with and without the profiler
 PARTS = {  # by what the names of kernels say; the first that fits
     "attention": "attend|attention|_merge_kernel|flash",
     "drawing": "_race|_finish|sampl",
@@ -130,7 +132,7 @@ def steps(core: EngineCore, most: int) -> int:
     return done
 
 
-def profile_decode(model: Any, rows: int, context: int, answers: int, num_prompt: int) -> tuple[dict[str, float], str]:
+def profile_decode(model: Any, rows: int, context: int, answers: int, num_prompt: int) -> tuple[dict[str, Any], str]:
     config = EngineConfig(engine_max_total_tokens=rows * (context + 400), engine_max_running_requests=rows)
     core = EngineCore(model, tokenizer=None, config=config, device=torch.device("cuda"))
     if answers == 1:
@@ -141,24 +143,31 @@ def profile_decode(model: Any, rows: int, context: int, answers: int, num_prompt
     while core.table.waits.any() or core.scheduler.waiting or (core.table.length[:rows] < context + 20).any():
         core.step()
     torch.cuda.synchronize()
-    waits = {"waited": 0.0}
+    clock_ms, host_ms, waits = [], [], {"waited": 0.0}
     with timed_waits(waits):
-        start = time.perf_counter()
-        steps(core, 100)
         torch.cuda.synchronize()
-        clock_s = time.perf_counter() - start
+        for step in range(NUM_TIMED):  # the host waits for the step before, so it keeps the time of the device
+            start, before = time.perf_counter(), waits["waited"]
+            core.step()
+            if step == NUM_TIMED - 1:
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - start
+            clock_ms.append(round(spent * 1e3, 4))
+            host_ms.append(round((spent - waits["waited"] + before) * 1e3, 4))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         steps(core, NUM_STEPS)
         torch.cuda.synchronize()
     times = {
-        "clock_ms": clock_s * 10,
-        "host_ms": (clock_s - waits["waited"]) * 10,
+        "clock_ms": clock_ms,
+        "mean_clock_ms": fmean(clock_ms),
+        "host_ms": host_ms,
+        "mean_host_ms": fmean(host_ms),
         "device_ms": device_ms(profiler) / NUM_STEPS,
     }
     return times, table_of(profiler)
 
 
-def profile_training(model: Any, shape: str, num_tokens: int) -> tuple[dict[str, float], str]:
+def profile_training(model: Any, shape: str, num_tokens: int) -> tuple[dict[str, Any], str]:
     config = RunConfig(
         algorithm=AlgorithmConfig(), batch=BatchConfig(global_batch_size=64, max_tokens_per_gpu=num_tokens)
     )
@@ -172,21 +181,26 @@ def profile_training(model: Any, shape: str, num_tokens: int) -> tuple[dict[str,
     ]
     trainer.train(samples, rollout_id=0, weight_version=0)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    outcome = trainer.train(samples, rollout_id=1, weight_version=0)
-    torch.cuda.synchronize()
-    clock_s = time.perf_counter() - start
+    clock_ms, update_ms = [], []
+    for step in range(1, 6):
+        start = time.perf_counter()
+        outcome = trainer.train(samples, rollout_id=step, weight_version=0)
+        torch.cuda.synchronize()
+        clock_ms.append((time.perf_counter() - start) * 1e3)
+        update_ms.append(outcome.seconds["actor_train"] * 1e3)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        trainer.train(samples, rollout_id=2, weight_version=0)
+        trainer.train(samples, rollout_id=6, weight_version=0)
         torch.cuda.synchronize()
     flops = training_flops(spec_of(shape), [100 + length for length in lengths], num_head_tokens=sum(lengths))
     times = {
-        "clock_ms": clock_s * 1e3,
-        "update_ms": outcome.seconds["actor_train"] * 1e3,
+        "clock_ms": clock_ms,
+        "median_clock_ms": median(clock_ms),
+        "update_ms": update_ms,
+        "median_update_ms": median(update_ms),
         "device_ms": device_ms(profiler),
         "num_tokens": sum(lengths) + 100 * len(lengths),
         "num_micro_batches": outcome.steps[0]["train/num_micro_batches"],
-        "tflops": flops / outcome.seconds["actor_train"] / 1e12,
+        "tflops": flops / median(update_ms) / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated() / 2**30,
     }
     return times, table_of(profiler, rows=40)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow.parquet
 
@@ -175,10 +176,17 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name in data:
         kind, _, rest = name.partition("_")
         raw = data.get(rest)
-        if kind in _FROM_LIST and isinstance(raw, list) and raw and all(isinstance(one, (int, float)) for one in raw):
+        if kind in _FROM_LIST and _are_numbers(raw):
             yield name, float(_FROM_LIST[kind](raw))
+        if _are_numbers(data.get(f"{name}s")):  # ratio, ratios
+            yield name, median(data[f"{name}s"])
         if kind == "num" and isinstance(raw, dict) and raw and all(isinstance(one, bool) for one in raw.values()):
             yield name, sum(raw.values())
+    rows = data.get("faults") or data.get("pairs")
+    if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+        yield from _of_rows(data, rows)
+    if _are_numbers(data.get("right")) and "answers" in data:
+        yield from _of_answers(data, data["answers"], data["right"])
     if all(isinstance(data.get(name), (int, float)) for name in ("accuracy", "low", "high", "items")):
         num_right = round(data["accuracy"] * data["items"])
         yield "accuracy", num_right / data["items"]
@@ -193,3 +201,32 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
     settings = data.get("settings")
     if isinstance(settings, list) and settings and isinstance(settings[0], dict):
         yield from ((name, settings[0][name]) for name in settings[0] if name in data and name != "settings")
+
+
+def _are_numbers(raw: Any) -> TypeGuard[list[float]]:
+    return isinstance(raw, list) and bool(raw) and all(isinstance(one, (int, float)) for one in raw)
+
+
+def _of_rows(data: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Of a table of rehearsed faults, or of pairs of a run and what it is measured against."""
+    if "num_broken" in data:
+        yield "num_broken", sum(bool(row["problem"]) for row in rows)
+    if "ratio" in data and "limit" in rows[0]:
+        yield "ratio", median(row["seconds"] / row["limit"] for row in rows)
+        yield "seconds", median(row["seconds"] for row in rows)
+        yield "limit_seconds", median(row["limit"] for row in rows)
+    if "wasted_token_share" in data:
+        yield "wasted_token_share", fmean(row["wasted"] for row in rows)
+
+
+def _of_answers(data: dict[str, Any], num: int, right: list[int]) -> Iterator[tuple[str, float]]:
+    """pass@k (arXiv 2107.03374) and the share of mixed groups of k, by how many of the `num` answers are right."""
+
+    def all_of(kind: list[int], k: int) -> float:
+        return fmean(math.comb(count, k) / math.comb(num, k) for count in kind)
+
+    wrong = [num - count for count in right]
+    for name in data:
+        if match := re.fullmatch(r"(pass@|mixed_groups_of_)(\d+)", name):
+            k = int(match[2])
+            yield name, 1 - all_of(wrong, k) - (0 if match[1] == "pass@" else all_of(right, k))

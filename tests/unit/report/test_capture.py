@@ -3,7 +3,7 @@ import json
 import pytest
 
 from miles.cli import report
-from miles.report.capture import check_results, check_run
+from miles.report.capture import RESULT_FIELDS, check_results, check_run
 from miles.report.runs import open_run
 from tests.conftest import REPOSITORY
 from tests.unit.report.folders import make_run, sample
@@ -85,6 +85,24 @@ def test_figures_of_results_follow_from_what_is_beside_them(tmp_path):
     assert fine.ok and fine.detail == "2 figures follow"
     assert bad.ok is False and "lacks commit" in bad.detail and "0.6, but 0.5 follows" in bad.detail
     assert broken.ok is False
+
+
+def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
+    # Of 4 answers 0, 1, 2 and 4 are right: one of two is with 0, 3/6, 5/6 and 1; both kinds with 0, 3/6, 4/6 and 0.
+    answers = {"answers": 4, "right": [0, 1, 2, 4], "pass@1": 7 / 16, "pass@2": 7 / 12, "mixed_groups_of_2": 7 / 24}
+    rows = {"num_broken": 1, "faults": [{"problem": ""}, {"problem": "hung"}], "ratios": [1.0, 4.0, 2.0], "ratio": 2.0}
+    timed = {"ratio": 2.0, "seconds": 3.0, "limit_seconds": 1.5, "pairs": [{"seconds": 3.0, "limit": 1.5}]}
+    fields = dict.fromkeys(RESULT_FIELDS, "x")
+    (tmp_path / "good.json").write_text(json.dumps(fields | rows | {"sums": answers, "timed": timed}))
+    assert [check.detail for check in check_results(tmp_path)] == ["8 figures follow"]
+    for wrong in (
+        {"num_broken": 0},
+        {"ratio": 3.0},
+        {"sums": answers | {"pass@2": 0.61}},
+        {"sums": answers | {"right": [0]}},
+    ):
+        (tmp_path / "good.json").write_text(json.dumps(fields | rows | {"sums": answers, "timed": timed} | wrong))
+        assert check_results(tmp_path)[0].ok is False, wrong
 
 
 def test_stored_calibration_holds():
