@@ -26,6 +26,8 @@ from tests.e2e.harness import REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
 PAGES = ("start", "size_it", "recipes", "lora", "speed_and_stability", "trainer", "debug", "how_it_works")
+IN_DEPTH = ("reliability", "rewards", "sampling", "gap", "see_the_run")  # may be longer
+SLOW = {"see_the_run"}
 MARKS = {"": True, "fails": True, "gpu": False, "network": False, "long": False, "live": False}  # whether it is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
 IN_PROCESS = {"train", "eval"}
@@ -59,7 +61,9 @@ def shell(content: str, folder: Path) -> None:
     subprocess.run(["bash", "-ec", content], cwd=folder, env=environment, check=True, timeout=30)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in (*PAGES, *IN_DEPTH)]
+)
 def test_blocks_that_can_run_here_run(miles, page):
     for name in ("miles/quickstart/model", "recipes"):
         place = miles.folder / name
@@ -83,7 +87,7 @@ def test_blocks_that_can_run_here_run(miles, page):
             shell(content, miles.folder)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", (*PAGES, *IN_DEPTH))
 def test_blocks_that_need_more_are_well_formed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shell(blocks("recipes")[0][1], tmp_path)
