@@ -173,7 +173,11 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
     seconds, limit = data.get("seconds"), data.get("limit_seconds")
     if seconds and limit and "share_of_limit" in data:
         yield "share_of_limit", limit / seconds
+    modes = data.get("modes")
     for name in data:
+        first, over, second = name.partition("_over_")
+        if over and isinstance(modes, dict) and {first, second} <= modes.keys():
+            yield name, modes[first]["seconds"] / modes[second]["seconds"]
         kind, _, rest = name.partition("_")
         raw = data.get(rest)
         if kind in _FROM_LIST and _are_numbers(raw):

@@ -92,12 +92,14 @@ def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
     answers = {"answers": 4, "right": [0, 1, 2, 4], "pass@1": 7 / 16, "pass@2": 7 / 12, "mixed_groups_of_2": 7 / 24}
     rows = {"num_broken": 1, "faults": [{"problem": ""}, {"problem": "hung"}], "ratios": [1.0, 4.0, 2.0], "ratio": 2.0}
     timed = {"ratio": 2.0, "seconds": 3.0, "limit_seconds": 1.5, "pairs": [{"seconds": 3.0, "limit": 1.5}]}
+    rows |= {"modes": {"exact": {"seconds": 3.0}, "fast": {"seconds": 2.0}}, "exact_over_fast": 1.5}
     fields = dict.fromkeys(RESULT_FIELDS, "x")
     (tmp_path / "good.json").write_text(json.dumps(fields | rows | {"sums": answers, "timed": timed}))
-    assert [check.detail for check in check_results(tmp_path)] == ["8 figures follow"]
+    assert [check.detail for check in check_results(tmp_path)] == ["9 figures follow"]
     for wrong in (
         {"num_broken": 0},
         {"ratio": 3.0},
+        {"exact_over_fast": 1.6},
         {"sums": answers | {"pass@2": 0.61}},
         {"sums": answers | {"right": [0]}},
     ):
