@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def product_in_order(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.ndarray:
     """A product whose bits, as those of a tensor core, do not depend on where a row lies. NumPy's do."""
     return (a[:, :, None] * b[None]).sum(1)
+
+
+def nan_in_place_of_empty(*size: Any, **made: Any) -> Tensor:
+    """For `torch.empty`: memory that is read before it is written shows."""
+    return torch.full(size[0] if isinstance(size[0], tuple) else size, torch.nan, **made)
 
 
 def bounds_of(lengths: list[int], device: str) -> Tensor:

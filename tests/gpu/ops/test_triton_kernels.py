@@ -23,6 +23,7 @@ from tests.gpu.ops.references import (
     grouped_attention,
     hide_shared_blocks,
     log_probs_and_entropy,
+    nan_in_place_of_empty,
     packed_attention,
     paged_case,
     relative_error,
@@ -136,6 +137,8 @@ def test_shared_reads_change_no_bit(
     assert relative_error(alone, case.expected(0.1)) < TOLERANCE[torch.bfloat16]
     assert torch.equal(attend_paged(case, max_query_len=2, query_rows=16), alone)  # as part of a prompt chunk
     hide_shared_blocks(case, plan_3S)
+    # What is not computed must show, and not be found right where an earlier call has left it.
+    monkeypatch.setattr(torch, "empty", nan_in_place_of_empty)
     assert torch.equal(attend_paged(case, shared_3S=plan_3S), alone)
     plan_3S[0, -1] = 0  # no tiles: what is shared is not computed, and must show
     assert not torch.equal(attend_paged(case, shared_3S=plan_3S), alone)
