@@ -90,7 +90,8 @@ def rollout_parts(
     """
     device = model.head_weight.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    core = EngineCore(model, tokenizer=None, config=EngineConfig(), device=device)
+    needed = max(sum(len(one.prompt_ids) + one.sampling.max_new_tokens + 32 for one in run) for run in runs)
+    core = EngineCore(model, tokenizer=None, config=EngineConfig(engine_max_total_tokens=needed), device=device)
     core.add(runs[0])
     while core.has_work:
         core.step()

@@ -7,6 +7,7 @@ vocabulary, and returns the log-prob of each token. Each runs as its documentati
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from typing import Any
@@ -80,6 +81,8 @@ def miles(job: Job) -> None:
     if job["device"] == "cuda":
         emit(job, peak_gb=torch.cuda.max_memory_allocated() / 2**30)
         del engine
+        gc.collect()
+        torch.cuda.empty_cache()
         first = job["workloads"][0]
         prompts = [[(token + 7) % 150_000 for token in prompt] for prompt in first["warm_up"]]
         runs = [requests(chosen, first["lengths"]) for chosen in (first["warm_up"], prompts)]
