@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,6 @@ from typing import Any
 from benchmarks.machine import record
 from miles.observe.metrics import read_records
 from miles.observe.samples import read_samples
-from miles.report.html import static_text
 from miles.report.svg import Line, line_chart
 from recipes.last_number import last_number
 
@@ -30,6 +30,7 @@ MODES = {"fast": [], "deterministic": ["--deterministic-mode"], "true_on_policy"
 LEARNS = ["--custom-rm-path", "recipes.last_number.reward"]
 KNOWS_NOTHING = ["--rm-type", "random"]
 HUES = ("blue", "violet", "green", "amber", "teal", "rose", "grey")
+COLOURS = ("#2b62c4", "#7650c8", "#23845a", "#b97a06", "#0e8388", "#cb3157", "#79828f")
 GAP = "train/train_rollout_logprob_abs_diff"
 CURVES = (
     "rollout/raw_reward",
@@ -100,16 +101,22 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def plot(path: Path, outcomes: dict[str, dict[str, Any]]) -> None:
-    """Reward and largest gap of every run by step, as one HTML page."""
-    charts = []
-    for name in ("rollout/raw_reward", f"{GAP}_max"):
+    """Reward and largest gap of every run by step, as one SVG picture."""
+    parts = []
+    for place, name in enumerate(("rollout/raw_reward", f"{GAP}_max")):
         lines = [
             Line(run, list(enumerate(outcome["curves"][name])), HUES[number % len(HUES)], smooth="reward" in name)
             for number, (run, outcome) in enumerate(outcomes.items())
         ]
-        charts.append(f"<h2>{name}</h2>{line_chart(lines, title=name, width=760, height=300)}")
-    style = static_text("style.css")
-    path.write_text(f"<!doctype html><meta charset='utf-8'><style>{style}</style><main>{''.join(charts)}</main>\n")
+        chart = re.sub(r' data-chart="[^"]*"', "", line_chart(lines, title=name, width=760, height=240))
+        top = 40 + 270 * place
+        parts += [f'<text x="46" y="{top - 6}">{name}</text>', chart.replace("<svg", f'<svg y="{top}" height="240"', 1)]
+    for number, run in enumerate(outcomes):
+        parts.append(f'<text x="{46 + 180 * number}" y="14" style="fill:{COLOURS[number % len(HUES)]}">{run}</text>')
+    style = "text{font:12px sans-serif;fill:#555}path{fill:none;stroke-width:1.6}.faint{opacity:.2}line{stroke:#ddd}"
+    style += "".join(f".s-{hue}{{stroke:{colour}}}" for hue, colour in zip(HUES, COLOURS, strict=True))
+    picture = f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="560"><style>{style}</style>'
+    path.write_text(f'{picture}<rect width="760" height="560" fill="#fff"/>{"".join(parts)}</svg>\n')
 
 
 def main() -> None:
@@ -124,7 +131,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="every seed in each of these, and no control")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--plot", type=Path, help="HTML page of reward and gap by step")
+    parser.add_argument("--plot", type=Path, help="SVG picture of reward and gap by step")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
