@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from miles.rollout.reward_value import take_outcome
 from miles.types import Sample, SampleStatus
 
 Generate = Callable[[Sample], Awaitable[str | None]]  # gives the reason when it failed
@@ -40,9 +41,13 @@ async def write_group(
     reasons = [f"sample {sample.index}: {failure}" for sample, failure in zip(given, failures, strict=True) if failure]
     written = [s for s in samples if s.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     is_open = goes_on and any(sample.status is SampleStatus.ABORTED for sample in samples)
-    unscored = [sample for sample in written if sample.reward is None]  # the writer of an answer may have scored it
+    last = {sample.index: sample for sample in written}  # an answer of several rows is what its last one says
+    unscored = [sample for sample in last.values() if sample.reward is None]  # its writer may have scored it
     if unscored and not is_open:
         await score(unscored)
+        for sample in written:
+            if sample.reward is None:
+                take_outcome(sample, last[sample.index])
     return WrittenGroup(
         samples=[s for s in written if s.status is not SampleStatus.FAILED],  # a reward can drop some
         failed=[s for s in samples if s.status is SampleStatus.FAILED],

@@ -64,6 +64,13 @@ def reward_value(sample: Sample, reward_key: str | None) -> float:
     return reward
 
 
+def take_outcome(sample: Sample, last: Sample) -> None:
+    """Give a row of an answer the reward of the answer's last row."""
+    sample.reward, sample.status = last.reward, last.status if last.reward is None else sample.status
+    if RAW_ACCURACY in last.metadata:
+        sample.metadata[RAW_ACCURACY] = last.metadata[RAW_ACCURACY]
+
+
 def reward_values(sample: Sample) -> dict[str, float] | None:
     """The numbers of a dict reward by field; None when the reward is no dict."""
     if not isinstance(sample.reward, dict):

@@ -18,14 +18,29 @@ from miles.types import TrainSample
 Reducer = Callable[..., Callable[[Tensor], Tensor]]
 
 
-def sample_mean_weights(lengths_S: Tensor) -> Tensor:
+def sample_mean_weights(lengths_S: Tensor, answers_S: Tensor | None = None) -> Tensor:
     """Mean per answer, then mean over the answers: 1 / (tokens of the answer * answers). Float64.
 
-    Answers without a trained token carry no information and are not counted.
+    Answers without a trained token carry no information and are not counted. `answers_S` numbers the answers from 0
+    where some have several rows: these weigh as one.
     """
-    num_samples = int((lengths_S > 0).sum())
-    weights_S = 1.0 / (lengths_S.double().clamp(min=1.0) * max(num_samples, 1))
+    lengths_A = _by_answer(lengths_S, answers_S)
+    tokens_S = lengths_A if answers_S is None else lengths_A[answers_S]
+    weights_S = 1.0 / (tokens_S.double().clamp(min=1.0) * max(int((lengths_A > 0).sum()), 1))
     return weights_S.repeat_interleave(lengths_S)
+
+
+def _by_answer(lengths_S: Tensor, answers_S: Tensor | None) -> Tensor:
+    if answers_S is None:
+        return lengths_S
+    return lengths_S.new_zeros(int(answers_S.max()) + 1).index_add(0, answers_S, lengths_S)
+
+
+def answers_of(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
+    """The number of each sample's answer; None when every answer is one row."""
+    keys = [(sample.group_index, sample.index) for sample in samples]
+    number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    return None if len(number) == len(keys) else torch.tensor([number[key] for key in keys], device=device)
 
 
 def token_mean_weights(lengths_S: Tensor) -> Tensor:
@@ -34,12 +49,12 @@ def token_mean_weights(lengths_S: Tensor) -> Tensor:
     return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64, device=lengths_S.device)
 
 
-def constant_weights(lengths_S: Tensor, *, length: float) -> Tensor:
+def constant_weights(lengths_S: Tensor, answers_S: Tensor | None = None, *, length: float) -> Tensor:
     """Sum over the tokens of an answer divided by one length for all, then mean over the answers: long answers weigh
     more, as in the policy gradient itself (Dr.GRPO, arXiv 2503.20783). Float64.
     """
-    num_samples = int((lengths_S > 0).sum())
-    weight = 1.0 / (length * max(num_samples, 1))
+    num_answers = int((_by_answer(lengths_S, answers_S) > 0).sum())
+    weight = 1.0 / (length * max(num_answers, 1))
     return torch.full((int(lengths_S.sum()),), weight, dtype=torch.float64, device=lengths_S.device)
 
 
@@ -78,7 +93,10 @@ def make_weights(
     constant = algorithm.loss_constant_length
     if constant is None and algorithm.advantage_estimator == "dr_grpo" and algorithm.loss_type != "sft_loss":
         constant = config.rollout.rollout_max_response_len
-    return sample_mean_weights(lengths_S) if constant is None else constant_weights(lengths_S, length=constant)
+    answers_S = answers_of(samples, lengths_S.device)
+    if constant is None:
+        return sample_mean_weights(lengths_S, answers_S)
+    return constant_weights(lengths_S, answers_S, length=constant)
 
 
 def weighted_sum(values_R: Tensor, weights_R: Tensor) -> float:

@@ -24,8 +24,14 @@ def shaped_rewards(samples: Sequence[TrainSample], config: RunConfig) -> list[fl
 
 
 def sample_advantages(samples: Sequence[TrainSample], config: RunConfig) -> tuple[Tensor, Tensor]:
-    """The advantage of each sample, float64, and whether it has a reward at all. Raises `TrainError` when a field of
-    `--reward-keys` is missing."""
+    """The advantage of each sample, float64, and whether it has a reward at all. Rows of one answer with one reward
+    count once in their group. Raises `TrainError` when a field of `--reward-keys` is missing."""
+    outcomes = {(s.group_index, s.index, s.reward): row for row, s in enumerate(samples)}
+    if len(outcomes) < len(samples):
+        advantages_A, scored_A = sample_advantages([samples[row] for row in outcomes.values()], config)
+        place = {key: number for number, key in enumerate(outcomes)}
+        answers_S = [place[s.group_index, s.index, s.reward] for s in samples]
+        return advantages_A[answers_S], scored_A[answers_S]
     group_ids = [sample.group_index for sample in samples]
     by_key = {key: [_field(sample, key) for sample in samples] for key in config.reward.reward_keys}
     if by_key:
