@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.contracts.tree import Module, functions, imports, modules, within
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
-MAX_PACKAGE_CODE_LINES = 24_000  # lines that hold code: not blank, no comment, no docstring
+MAX_PACKAGE_CODE_LINES = 23_600  # lines that hold code: not blank, no comment, no docstring
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
