@@ -1,0 +1,66 @@
+"""Does a model learn to use a tool? The runs of `recipes/retool.py`, one for each seed.
+
+    python benchmarks/retool.py FOLDER [--seeds 2] [--steps 30] [--tool calculator] [--model FOLDER] [--write FOLDER]
+
+A seed whose run is in FOLDER already is read and not run again. Accuracy is of held-out products, with Wilson's
+interval at 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning import wilson
+from benchmarks.machine import record
+from miles.observe.metrics import read_records
+from recipes.retool import NUM_HELD_OUT
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    records = read_records(folder / "runs" / "learned" / "metrics.jsonl")
+    accuracy = []
+    for entry in (one for one in records if one["kind"] == "eval"):
+        share = entry["eval/products"]
+        low, high = wilson(round(share * NUM_HELD_OUT), NUM_HELD_OUT)
+        accuracy.append({"step": entry["step"], "accuracy": share, "low": low, "high": high, "items": NUM_HELD_OUT})
+    steps = [entry for entry in records if entry["kind"] == "step"]
+    names = ("rollout/raw_reward", "rollout/num_turns", "rollout/tool_token_ratio", "rollout/response_lengths")
+    return {"accuracy": accuracy, "curves": {name: [entry[name] for entry in steps] for name in names}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tool", default="calculator")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    start, runs = time.perf_counter(), {}
+    for seed in range(arguments.seeds):
+        folder = arguments.folder / f"seed_{seed}"
+        if not (folder / "learned").is_dir():
+            command = [sys.executable, "recipes/retool.py", folder, "--seed", seed, "--steps", arguments.steps]
+            command += ["--tool", arguments.tool, *(("--model", arguments.model) if arguments.model else ())]
+            subprocess.run(list(map(str, command)), check=True)
+        runs[f"seed_{seed}"] = read_run(folder)
+        for name, values in runs[f"seed_{seed}"]["curves"].items():
+            print(f"seed {seed} {name}: {values[0]:.3f} -> {values[-1]:.3f}")
+    result = {
+        "name": "retool_" + (arguments.model.name if arguments.model else "tiny"),
+        "seconds": time.perf_counter() - start,
+        "tool": arguments.tool,
+        "runs": runs,
+        "peers": {},
+    }
+    record(result, write=arguments.write)
+
+
+if __name__ == "__main__":
+    main()
