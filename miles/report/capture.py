@@ -186,6 +186,11 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, median(data[f"{name}s"])
         if kind == "num" and isinstance(raw, dict) and raw and all(isinstance(one, bool) for one in raw.values()):
             yield name, sum(raw.values())
+    if all(isinstance(data.get(name), (int, float)) for name in ("planned", "measured", "error")):
+        yield "error", data["planned"] / data["measured"] - 1
+    cases = data.get("cases")
+    if "largest_error" in data and isinstance(cases, dict):
+        yield "largest_error", max(abs(case["error"]) for case in cases.values())
     rows = data.get("faults") or data.get("pairs")
     if isinstance(rows, list) and rows and isinstance(rows[0], dict):
         yield from _of_rows(data, rows)

@@ -93,11 +93,13 @@ def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
     rows = {"num_broken": 1, "faults": [{"problem": ""}, {"problem": "hung"}], "ratios": [1.0, 4.0, 2.0], "ratio": 2.0}
     timed = {"ratio": 2.0, "seconds": 3.0, "limit_seconds": 1.5, "pairs": [{"seconds": 3.0, "limit": 1.5}]}
     rows |= {"modes": {"exact": {"seconds": 3.0}, "fast": {"seconds": 2.0}}, "exact_over_fast": 1.5}
+    rows |= {"cases": {"a": {"planned": 90, "measured": 100, "error": -0.1}}, "largest_error": 0.1}
     fields = dict.fromkeys(RESULT_FIELDS, "x")
     (tmp_path / "good.json").write_text(json.dumps(fields | rows | {"sums": answers, "timed": timed}))
-    assert [check.detail for check in check_results(tmp_path)] == ["9 figures follow"]
+    assert [check.detail for check in check_results(tmp_path)] == ["11 figures follow"]
     for wrong in (
         {"num_broken": 0},
+        {"largest_error": 0.2},
         {"ratio": 3.0},
         {"exact_over_fast": 1.6},
         {"sums": answers | {"pass@2": 0.61}},
