@@ -1,12 +1,11 @@
 """Learn to use a tool: products that the model cannot work out, and a Python tool that can.
 
-    python recipes/retool.py FOLDER [--model SMOLLM2_FOLDER] [--tool python|calculator] [--seed 0] [--steps 40]
+    python recipes/retool.py FOLDER [--model SMOLLM2_FOLDER] [--tool calculator|python] [--seed 0] [--steps 40]
 
 Three runs of `miles train`. The first two are supervised: how to call the tool and copy what it says, then the habit of
 guessing at once three times in four. Then reinforcement learning finds out which one pays: right answers go from about
 one in four to nearly all, and `rollout/num_turns` from about 1.25 to 2. Without `--model` a tiny decoder is made from
-nothing, in some minutes on two CPU cores. The Python tool runs in the sandbox of the code reward; the calculator does
-not need one.
+nothing, in some minutes on two CPU cores. The Python tool runs in the sandbox of the code reward.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MODELS = {  # steps and learning rate of each warm-up, and the rate of reinforce
 
 
 def calculator(name: str, params: dict) -> str:
-    """A tool that knows products only, for machines on which the sandbox cannot be built."""
+    """A tool that knows products only, and works on machines on which the sandbox cannot be built."""
     product = re.fullmatch(r"print\((\d{1,6})\*(\d{1,6})\)", str(params.get("code")))
     return str(int(product[1]) * int(product[2])) if product and name == "python" else "error"
 
@@ -123,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, help="start from this model folder; default: a tiny one")
-    parser.add_argument("--tool", choices=("python", "calculator"), default="python")
+    parser.add_argument("--tool", choices=("calculator", "python"), default="calculator")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40, help="of reinforcement learning")
     parser.add_argument("--device", default="auto")
