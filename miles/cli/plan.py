@@ -26,6 +26,8 @@ from miles.plan.memory import DEFAULT_PROMPT_LEN, Job, estimate
 from miles.plan.seconds import step_seconds
 from miles.plan.shapes import find_spec
 
+_ABSURD = 10**9  # GiB or tokens: no machine and no sample has as many
+
 
 def run(argv: list[str]) -> int:
     """Takes every flag of `miles train`, and those of the machine. Exit code 1 when the run does not fit."""
@@ -40,8 +42,8 @@ def run(argv: list[str]) -> int:
         config,
         find_spec(str(config.model.hf_checkpoint)),
         machine,
-        int(arguments.prompt_len or 0) or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
-        int(arguments.answer_len or 0) or config.rollout.rollout_max_response_len,
+        math.ceil(arguments.prompt_len or 0) or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
+        math.ceil(arguments.answer_len or 0) or config.rollout.rollout_max_response_len,
     )
     report = _report(job, num_rollout=config.data.num_rollout or 1)
     if arguments.json:
@@ -76,9 +78,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < _ABSURD:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below {_ABSURD:,}, not {text}")
     return value
 
 
@@ -100,7 +105,8 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
     found = gpu_names()
     name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(found), ""))
     machine: Machine | None = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
-    if config.model.device != "cpu" and (name or arguments.gpu_memory or config.model.device == "cuda"):
+    describes_gpu = arguments.gpu is not None or arguments.gpu_memory or arguments.unified_memory
+    if config.model.device != "cpu" and (name or describes_gpu or config.model.device == "cuda"):
         machine = gpu_machine(
             name,
             memory_gib=arguments.gpu_memory,

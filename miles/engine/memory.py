@@ -96,9 +96,8 @@ def cache_tokens(
     num_tokens = wanted // page_size * page_size
     if num_tokens < 2 * page_size:
         raise ConfigError(
-            f"the KV cache would hold {num_tokens} tokens and needs at least {2 * page_size}: raise {asked_for} (the "
-            f"latter is now {config.engine_max_total_tokens}) or free memory ({free_bytes / 2**20:.0f} MiB are "
-            f"available, a token takes {per_token} bytes)"
+            f"the KV cache would hold {num_tokens} tokens and needs at least {2 * page_size}: raise {asked_for}, or "
+            f"free memory ({free_bytes / 2**20:.0f} MiB are available, a token takes {per_token} bytes)"
         )
     left_bytes = free_bytes - num_tokens * per_token
     if left_bytes < 0:

@@ -181,7 +181,7 @@ def report_at_start(
         level = logging.INFO if verdict.status == OK else logging.WARNING
         logger.log(level, f"check of {verdict.name}: {verdict.text}")
     if verdicts[-1].status == FAIL:
-        raise StorageError(f"--save {save}: {verdicts[-1].text}")
+        raise StorageError(f"{verdicts[-1].text} (checkpoints go to --save {save})")
 
 
 def shown_with_mask(tokenizer: Tokenizer, samples: Sequence[Sample]) -> tuple[str, ...]:

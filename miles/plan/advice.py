@@ -70,10 +70,16 @@ def _small_moments(job: Job) -> Iterator[Changes]:
     yield from ({"adam_state": kind} for kind, size in MOMENT_BYTES.items() if size < now)
 
 
+def _smaller_rank(job: Job) -> Iterator[Changes]:
+    rank = job.config.lora.lora_rank
+    while (rank := rank // 2) > 0:
+        yield {"lora_rank": rank}
+
+
 # From those that cost least to those that change the numbers.
 KNOBS: tuple[Callable[[Job], Iterator[Changes]], ...] = (
     *(_smaller_cache, _fewer_tokens, _smaller_chunks),
-    *(_recompute, _host_moments, _small_moments),
+    *(_recompute, _host_moments, _small_moments, _smaller_rank),
 )
 
 

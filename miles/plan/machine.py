@@ -61,8 +61,8 @@ def gpu_machine(
 ) -> Machine | None:
     """A machine with the GPU whose name has the words of one of `GPU_NAMES`. None when none does and no memory is
     given; with only a memory, the rates are those of the GB10 if it is unified, else of the A100."""
-    text = re.sub(r"[\s_-]+", " ", name).lower()
-    found = next((known for known in GPU_NAMES if all(word in text for word in known.lower().split())), None)
+    words = set(re.split(r"[\s_-]+", name.lower()))
+    found = next((known for known in GPU_NAMES if words.issuperset(known.lower().split())), None)
     if found is None and memory_gib is None:
         return None
     gib, tflops, gb_per_s, is_unified = _GPUS[found or ("GB10" if unified else "A100")]

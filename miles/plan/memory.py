@@ -7,6 +7,7 @@ Every term is a count of tensors that the code holds; what had to be measured st
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
@@ -242,6 +243,7 @@ def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
     return min(max(memory_bytes // (4 * spec.vocab_size) // 256 * 256, 256), 4096)
 
 
+@cache
 def num_adapter_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
     """Entries of the two matrices of every module that these flags give an adapter; 0 without LoRA."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -53,6 +53,8 @@ def test_longer_answers_take_longer(capsys):
         (MACHINE, "--hf-checkpoint is missing"),
         (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--max-token-per-gpu", "5"], "did you mean --max-tokens-per-gpu"),
         (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--rollout-batch-size", "0"], "--rollout-batch-size must be"),
+        (["--hf-checkpoint", "Qwen3-4B", "--gpu", ""], "not a known GPU; give --gpu-memory"),
+        (["--hf-checkpoint", "Qwen3-4B", "--unified-memory"], "not a known GPU; give --gpu-memory"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, argv, message):
@@ -60,7 +62,9 @@ def test_bad_input_is_one_sentence(capsys, argv, message):
     assert code == 2 and message in err
 
 
-def test_a_machine_without_memory_is_refused(capsys):
+@pytest.mark.parametrize("flag", ["--gpu-memory", "--host-memory", "--disk", "--prompt-len", "--answer-len"])
+@pytest.mark.parametrize("value", ["-3", "0", "nan", "inf", "1e300", "much"])
+def test_sizes_that_no_machine_and_no_sample_has_are_refused(capsys, flag, value):
     with pytest.raises(SystemExit):
-        plan(capsys, "--hf-checkpoint", "Qwen3-4B", "--gpu-memory", "-3")
-    assert "--gpu-memory: must be above 0" in capsys.readouterr().err
+        plan(capsys, "--hf-checkpoint", "Qwen3-4B", flag, value)
+    assert f"{flag}: must be a number above 0 and below" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from miles.config.flags import with_values
+from miles.config.lora_section import LoraConfig
 from miles.config.resolve import resolve
 from miles.config.sections import RunConfig
 from miles.model.context import packed_context
@@ -220,8 +221,21 @@ def test_no_advice_where_none_helps():
     assert fastest(job("Qwen3-32B", machine("RTX 4090"))) is None
 
 
+def test_a_smaller_rank_is_advised_where_adapters_take_the_memory():
+    asked = job("Qwen3-4B", lora_rank=100_000)
+    (changes,) = remedies(asked)
+    assert changes["lora_rank"] < 100_000 and estimate(changed(asked, changes)).fits
+
+
+def test_modules_with_adapters_are_found_once_in_a_search(monkeypatch):
+    asked, adapts, calls = job("Qwen3-4B", lora_rank=12), LoraConfig.adapts, []
+    monkeypatch.setattr(LoraConfig, "adapts", lambda self, module: calls.append(module) or adapts(self, module))
+    fastest(asked)
+    assert len(calls) <= 7 * asked.spec.num_layers
+
+
 def test_every_knob_turns_memory_down():
-    asked = job("Qwen3-1.7B", max_tokens_per_gpu=16_384, engine_max_total_tokens=290_000)
+    asked = job("Qwen3-1.7B", max_tokens_per_gpu=16_384, engine_max_total_tokens=290_000, lora_rank=64)
     for knob in KNOBS:
         used = [estimate(changed(asked, changes)).process_bytes for changes in knob(asked)]
         assert used == sorted(used, reverse=True) and used[-1] < estimate(asked).process_bytes, knob
@@ -279,7 +293,11 @@ def test_disk():
 )  # fmt: skip
 def test_gpus_are_known_by_the_name_of_the_driver(driver_name, known):
     assert machine(driver_name).name == known
-    assert gpu_machine("Voodoo 2", host_bytes=0, disk_bytes=0) is None
+
+
+@pytest.mark.parametrize("name", ["Voodoo 2", "NVIDIA L40", "NVIDIA GB200", "NVIDIA RTX A1000", ""])
+def test_gpus_whose_names_have_another_in_them_are_not_taken_for_it(name):
+    assert gpu_machine(name, host_bytes=0, disk_bytes=0) is None
 
 
 def test_planning_needs_no_torch():
