@@ -59,4 +59,4 @@ def module_names(given: tuple[str, ...]) -> list[str]:
 
 
 def _matches(module: str, given: tuple[str, ...]) -> bool:
-    return any(module == name or fnmatchcase(module, f"*.{name}") for name in module_names(given))
+    return any(fnmatchcase(f".{module}", f"*.{name}") for name in module_names(given))

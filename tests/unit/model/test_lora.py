@@ -95,6 +95,8 @@ def test_forward_and_gradients_are_those_of_merged_weights(case, tmp_path):
         (("linear_qkv", "linear_fc2"), ("k_proj,v_proj",), {(i, n) for i in range(3) for n in ("q_proj", "down_proj")}),
         (("all-linear",), ("layers.0.*", "mlp.*"), {(i, name) for i in (1, 2) for name in MODULES[:4]}),
         (("layers.2.self_attn.o_proj",), (), {(2, "o_proj")}),
+        (("model.layers.2.*",), ("*.mlp.*",), {(2, name) for name in MODULES[:4]}),
+        (("*.layers.0.*.q_proj",), (), {(0, "q_proj")}),
     ],
 )  # fmt: skip
 def test_targets_and_excluded_modules(target, exclude, expected, tmp_path):
