@@ -274,8 +274,8 @@ def _offload(config: RunConfig) -> Iterator[str]:
     level = config.engine.offload_rollout_level or ("kv_cache" if config.engine.offload_rollout else "")
     if config.memory.offload_train and "kv_cache" not in level:
         yield (
-            "--offload-train needs --offload-rollout, with kv_cache among its levels: the KV cache grows into the memory "
-            "that the trainer leaves, and has to give it back for training"
+            "--offload-train needs --offload-rollout, with kv_cache among its levels: the KV cache grows into the "
+            "memory that the trainer leaves, and has to give it back for training"
         )
 
 
