@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from miles.config.flags import spelling, with_values
+from miles.config.flags import flatten, spelling, with_values
 from miles.config.resolve import samples_per_rollout
 from miles.plan.memory import MOMENT_BYTES, Job, estimate
 from miles.plan.seconds import step_seconds
@@ -23,8 +23,10 @@ def changed(job: Job, changes: Changes) -> Job:
 
 
 def flags_text(changes: Changes) -> str:
-    """As they are typed: `--adam-state 8bit --optimizer-cpu-offload`."""
-    return " ".join(spelling(name) if value is True else f"{spelling(name)} {value}" for name, value in changes.items())
+    """As they are typed: `--adam-state 8bit --no-async-save`."""
+    switches = {name: spelling(name) if value else f"--no-{spelling(name)[2:]}" for name, value in changes.items()}
+    typed = {name: f"{spelling(name)} {value}" for name, value in changes.items() if not isinstance(value, bool)}
+    return " ".join((switches | typed).values())
 
 
 def _fewer_tokens(job: Job) -> Iterator[Changes]:
@@ -65,6 +67,12 @@ def _host_moments(job: Job) -> Iterator[Changes]:
         yield {"optimizer_cpu_offload": True}
 
 
+def _less_on_host(job: Job) -> Iterator[Changes]:
+    for name in () if job.machine.shares_memory else ("async_save", "offload_train", "optimizer_cpu_offload"):
+        if flatten(job.config)[name]:
+            yield {name: False}
+
+
 def _small_moments(job: Job) -> Iterator[Changes]:
     now = MOMENT_BYTES[job.config.optim.adam_state]
     yield from ({"adam_state": kind} for kind, size in MOMENT_BYTES.items() if size < now)
@@ -79,7 +87,7 @@ def _smaller_rank(job: Job) -> Iterator[Changes]:
 # From those that cost least to those that change the numbers.
 KNOBS: tuple[Callable[[Job], Iterator[Changes]], ...] = (
     *(_smaller_cache, _fewer_tokens, _smaller_chunks),
-    *(_recompute, _host_moments, _small_moments, _smaller_rank),
+    *(_recompute, _host_moments, _less_on_host, _small_moments, _smaller_rank),
 )
 
 
@@ -132,7 +140,8 @@ def fastest(job: Job) -> Changes | None:
                 best, best_rank = changes, rank
     if best is None:
         return next(iter(remedies(job)), None)
-    return {name: value for name, value in best.items() if value not in (None, False, 0, "float32")}
+    now = flatten(job.config)
+    return {name: value for name, value in best.items() if value != now[name] and (value or now[name])}
 
 
 def largest_models(job: Job) -> tuple[str | None, str | None]:
