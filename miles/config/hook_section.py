@@ -24,6 +24,15 @@ class HookConfig:
         None,
         "import path of a program that asks the model by HTTP: f(base_url=, prompt=, request_kwargs=, metadata=)",
     )
+    session_message_matcher: str | None = flag(
+        None, "import path that says whether a message came back unchanged: f(stored_message, replayed_message) -> bool"
+    )
+    session_sample_picker_path: str | None = flag(
+        None, "import path that chooses which conversations of a program are trained on: f(samples, metadata) -> some"
+    )
+    session_sample_postprocessor_path: str | None = flag(
+        None, "import path that edits the chosen conversations: f(samples, metadata) -> samples"
+    )
     generate_max_turns: int = flag(16, "most turns of an answer with tools", unit="turns", bounds=AT_LEAST_ONE)
     generate_tool_timeout: float = flag(
         30.0,

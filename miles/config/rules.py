@@ -160,18 +160,29 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             "--over-sampling-batch-size needs --dynamic-sampling-filter-path or --partial-rollout: without them every "
             "further answer is thrown away"
         )
-    if config.hooks.custom_agent_function_path is not None:
-        if config.hooks.custom_generate_function_path is None:
-            yield (
-                "--custom-agent-function-path needs --custom-generate-function-path "
-                "miles.rollout.generate_hub.agentic_tool_call.generate"
-            )
-        if rollout.partial_rollout:
-            yield "--partial-rollout cannot go on with a --custom-agent-function-path that was stopped: leave one out"
     if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
         yield "--mask-offpolicy-in-partial-rollout needs --partial-rollout"
     if has_spare and config.algorithm.loss_type == "sft_loss":
         yield "--dynamic-sampling-filter-path and --partial-rollout need written answers: sft_loss has none"
+
+
+def _agents(config: RunConfig) -> Iterator[str]:
+    hooks = config.hooks
+    session = (hooks.session_message_matcher, hooks.session_sample_picker_path, hooks.session_sample_postprocessor_path)
+    if hooks.custom_agent_function_path is None:
+        if any(session):
+            yield (
+                "--session-message-matcher, --session-sample-picker-path and --session-sample-postprocessor-path are for "
+                "conversations of a program: give --custom-agent-function-path"
+            )
+        return
+    if hooks.custom_generate_function_path is None:
+        yield (
+            "--custom-agent-function-path needs --custom-generate-function-path "
+            "miles.rollout.generate_hub.agentic_tool_call.generate"
+        )
+    if config.rollout.partial_rollout:
+        yield "--partial-rollout cannot go on with a --custom-agent-function-path that was stopped: leave one out"
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -343,6 +354,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _prompt_files,
     _over_sampling,
+    _agents,
     _batches,
     _reward,
     loss_violations,

@@ -29,6 +29,13 @@ HOOKS = (
         ("base_url", "prompt", "request_kwargs", "metadata"),
         "talks to the model at an OpenAI address; for agentic_tool_call.generate",
     ),
+    HookKind(
+        "session_message_matcher",
+        ("stored_message", "replayed_message"),
+        "whether a message of a conversation came back unchanged",
+    ),
+    HookKind("session_sample_picker_path", ("samples", "metadata"), "which conversations of a program are trained on"),
+    HookKind("session_sample_postprocessor_path", ("samples", "metadata"), "edits the conversations of a program"),
     HookKind("custom_rm_path", ("args", "sample"), "number or dict; with --group-rm a list for a list of samples"),
     HookKind("dynamic_sampling_filter_path", ("args", "group"), "keeps or drops a scored group"),
     HookKind("rollout_sample_filter_path", ("args", "groups"), "edits samples; remove_sample=True masks one"),

@@ -23,7 +23,10 @@ RUNS = [
     ],
     ["rollout-function-path", "eval-function-path", "custom-convert-samples-to-train-data-path"],
     ["custom-loss-function-path", "custom-pg-loss-reducer-function-path"],
-    ["custom-agent-function-path"],
+    [
+        *("custom-agent-function-path", "session-message-matcher"),
+        *("session-sample-picker-path", "session-sample-postprocessor-path"),
+    ],
     ["custom-tis-function-path", "generate-execute-tool-function-path", "buffer-filter-path"],
 ]
 

@@ -21,7 +21,7 @@ from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
 from miles.rollout.hooks import FAILURE, HOOK_TIMEOUT_S
 from miles.rollout.reward_value import checked_reward
 from miles.router.endpoint import Endpoint
-from miles.types import SampleStatus
+from miles.types import Sample, SampleStatus
 
 AGENT_FLAG = "--custom-agent-function-path"
 AGENT_TIMEOUT_S = HOOK_TIMEOUT_S - 600  # before the run would end
@@ -38,7 +38,9 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     if args.custom_agent_function_path is None:
         raise ConfigError(f"agentic_tool_call.generate needs {AGENT_FLAG}, the program that talks to the model")
     program = load_function(args.custom_agent_function_path, flag=AGENT_FLAG)
-    conversations = Conversations(input.state, sample, input.sampling_params)
+    matcher = args.session_message_matcher
+    matches = None if matcher is None else load_function(matcher, flag="--session-message-matcher")
+    conversations = Conversations(input.state, sample, input.sampling_params, matches)
     start, failure, limit = time.perf_counter(), None, asyncio.timeout(AGENT_TIMEOUT_S)
     with _endpoint().session(conversations.answer) as base_url:
         kwargs = {
@@ -61,12 +63,28 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         sample.metadata[FAILURE] = (failure or "the program asked for no answer") + refusal
         return GenerateFnOutput(sample)
     returned = _checked(returned, reward_key=args.reward_key)
+    rows = _edited(rows, returned, "--session-sample-picker-path", args.session_sample_picker_path, chooses=True)
+    rows = _edited(rows, returned, "--session-sample-postprocessor-path", args.session_sample_postprocessor_path)
     for row in rows:
         row.metadata |= returned
         row.reward = returned.get("reward", row.reward)
     away = time.perf_counter() - start - conversations.seconds
     rows[0].metadata |= {TOOL_TIME: max(0.0, away), NUM_TURNS: conversations.num_turns}
     return GenerateFnOutput(rows)
+
+
+def _edited(
+    rows: list[Sample], metadata: dict[str, Any], flag: str, path: str | None, *, chooses: bool = False
+) -> list[Sample]:
+    """What a hook makes of the conversations; one that `chooses` may only leave some out."""
+    if path is None:
+        return rows
+    edited = load_function(path, flag=flag)(list(rows), metadata)
+    if not isinstance(edited, list) or not edited or not all(isinstance(row, Sample) for row in edited):
+        raise ConfigError(f"{flag} {path} must return a list of samples that is not empty")
+    if chooses and (len({id(row) for row in edited}) != len(edited) or not {*map(id, edited)} <= {*map(id, rows)}):
+        raise ConfigError(f"{flag} {path} must return some of the samples that it was given, each once")
+    return edited
 
 
 def _checked(returned: Any, *, reward_key: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +57,16 @@ class Row:
 
 class Conversations:
     """What stands behind the address of a sample. `num_turns` and `seconds` count what the model wrote,
-    `refusal` says what a request was last refused for."""
+    `refusal` says what a request was last refused for. `matches` says whether a message came back as it was."""
 
-    def __init__(self, state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> None:
-        self._state, self._sample = state, sample
+    def __init__(
+        self,
+        state: GenerateState,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        matches: Callable[[Message, Message], Any] | None = None,
+    ) -> None:
+        self._state, self._sample, self._matches = state, sample, matches or _same
         self._sampling = SamplingParams(**sampling_params)
         self._rows: list[Row] = []
         self.num_turns, self.seconds = 0, 0.0
@@ -162,7 +169,7 @@ class Conversations:
             new = messages[count:]
             if row.busy or row.tools != tools or not count or not new:
                 continue
-            if not all(map(_same, row.messages, messages[:count])):
+            if not all(map(self._matches, row.messages, messages[:count])):
                 continue
             thought = any(END_OF_THINKING in str(m["content"]) for m in row.messages if m["role"] == "assistant")
             if any(m["role"] == "assistant" for m in new) or (thought and not keeps_thinking(tokenizer, new)):

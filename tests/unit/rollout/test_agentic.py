@@ -78,10 +78,12 @@ def write(
     limit: int = 400,
     prompt: Any = "hi",
     generator: FakeGenerator | None = None,
+    **flags: str,
 ) -> list[Sample]:
     async def run() -> list[Sample]:
         client = EngineClient(generator or FakeGenerator(answers), answers.tokenizer)
-        args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
+        flags["custom_agent_function_path"] = f"{__name__}.run_program"
+        args = Args(with_values(RunConfig(), flags))
         state = GenerateState(args, client, noise_key=7, max_context_len=1000)
         sample = Sample(prompt=prompt, tokens=[5, 6], index=4, label="42", metadata={"level": 1})
         output = await generate(GenerateFnInput(state, sample, sampling_dict(SamplingParams(max_new_tokens=limit))))
@@ -538,3 +540,39 @@ def test_a_program_that_does_not_return_loses_its_sample(tokenizer: Tokenizer, m
     assert row.status is SampleStatus.FAILED
     assert row.metadata["failure"] == "--custom-agent-function-path did not return within 0.3 s"
     hangs.set()
+
+
+def by_role(stored_message: dict[str, Any], replayed_message: dict[str, Any]) -> bool:
+    return stored_message["role"] == replayed_message["role"]
+
+
+def last_only(samples: list[Sample], metadata: dict[str, Any]) -> list[Sample]:
+    return samples[-1:]
+
+
+def twice(samples: list[Sample], metadata: dict[str, Any]) -> list[Sample]:
+    return [*samples, *samples]
+
+
+def named(samples: list[Sample], metadata: dict[str, Any]) -> list[Sample]:
+    for sample in samples:
+        sample.metadata["note"] = metadata["note"]
+    return samples
+
+
+def edits(base_url: str, prompt: str, **_: Any) -> dict[str, Any]:
+    """Changes what the model said before it goes on."""
+    messages = [{"role": "user", "content": prompt}]
+    first = chat(base_url, messages)["message"]
+    chat(base_url, [*messages, {**first, "content": "one!"}, {"role": "user", "content": "again"}])
+    return {"note": "seen"}
+
+
+def test_hooks_of_a_session_match_choose_and_edit(tokenizer: Tokenizer) -> None:
+    (row,) = write(Answers(tokenizer, "one", "two"), edits, session_message_matcher=f"{__name__}.by_role")
+    assert learned(row, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+    hooks = {"session_sample_picker_path": "last_only", "session_sample_postprocessor_path": "named"}
+    (row,) = write(Answers(tokenizer, "one", "two"), edits, **{name: f"{__name__}.{f}" for name, f in hooks.items()})
+    assert learned(row, tokenizer) == ["two<|im_end|>"] and row.metadata["note"] == "seen"
+    with pytest.raises(ConfigError, match="--session-sample-picker-path .* must return some of the samples"):
+        write(Answers(tokenizer, "one", "two"), edits, session_sample_picker_path=f"{__name__}.twice")
