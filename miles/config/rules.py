@@ -172,8 +172,8 @@ def _agents(config: RunConfig) -> Iterator[str]:
     if hooks.custom_agent_function_path is None:
         if any(session):
             yield (
-                "--session-message-matcher, --session-sample-picker-path and --session-sample-postprocessor-path are for "
-                "conversations of a program: give --custom-agent-function-path"
+                "--session-message-matcher, --session-sample-picker-path and --session-sample-postprocessor-path are "
+                "for conversations of a program: give --custom-agent-function-path"
             )
         return
     if hooks.custom_generate_function_path is None:
