@@ -4,6 +4,7 @@ The engine answers sums, eight answers to a prompt, of uneven lengths, drawn at 
 prompts, chunks and, on a GPU, CUDA graphs. The trainer scores the same tokens in packed micro-batches with the same
 weights. What is left between them is rounding: in float32 at most 1e-4 for any token; in bfloat16 0.004 on average.
 
+    python -m benchmarks.parity --model FOLDER --rounding [--sequences 24]
     python -m benchmarks.parity --model FOLDER [--dtype float32|bfloat16] [--sequences 256] [--write FOLDER]
 """
 
@@ -25,7 +26,7 @@ from miles.engine.local import LocalEngine
 from miles.model.decoder import Decoder
 from miles.model.load import load_model
 from miles.text.tokenizer import Tokenizer, load_tokenizer
-from miles.trainer.batch import micro_batches, token_batch
+from miles.trainer.batch import TokenBatch, micro_batches, token_batch
 from miles.trainer.forward import Scorer
 from miles.types import GenerationRequest, GenerationResult, SamplingParams, TrainSample
 
@@ -53,8 +54,8 @@ async def collect(engine: LocalEngine, num: int) -> dict[int, GenerationResult]:
     return results
 
 
-def gaps(model: Decoder, requests: list[GenerationRequest], config: EngineConfig) -> Tensor:
-    """Distance of the two log-probs of every answer token, float32."""
+def answered(model: Decoder, requests: list[GenerationRequest], config: EngineConfig) -> TokenBatch:
+    """The engine's answers, as the trainer gets them."""
     device = model.head_weight.device
     engine = LocalEngine(model, None, config, device=device)
     try:
@@ -76,11 +77,34 @@ def gaps(model: Decoder, requests: list[GenerationRequest], config: EngineConfig
         )
         for request, answer in zip(requests, answers, strict=True)
     ]
-    batch = token_batch(samples, device)
-    packed = micro_batches(batch, range(len(samples)), max_tokens=4096)
-    log_probs_R, _ = Scorer(1.0, 1024).score_all(model, packed)
+    return token_batch(samples, device)
+
+
+def scored(model: Decoder, batch: TokenBatch) -> Tensor:
+    """The trainer's log-prob of every answer token."""
+    packed = micro_batches(batch, range(len(batch.samples)), max_tokens=4096)
+    return Scorer(1.0, 1024).score_all(model, packed)[0]
+
+
+def gaps(model: Decoder, requests: list[GenerationRequest], config: EngineConfig) -> Tensor:
+    """Distance of the two log-probs of every answer token, float32."""
+    batch = answered(model, requests, config)
     assert batch.rollout_log_probs_R is not None, "the engine gives log-probs"
-    return (log_probs_R - batch.rollout_log_probs_R).abs().float().cpu()
+    return (scored(model, batch) - batch.rollout_log_probs_R).abs().float().cpu()
+
+
+def measure_rounding(folder: Path, *, device: str, num: int, most_tokens: int) -> dict[str, Any]:
+    """How far the trainer's log-probs move when it computes in bfloat16 instead of float32."""
+    begin, model = time.perf_counter(), load_model(folder, dtype=torch.float32, device=device)
+    requests = make_requests(load_tokenizer(folder), num, most_tokens)
+    batch = answered(model, requests, EngineConfig(engine_max_total_tokens=65536))
+    rounded_R = scored(load_model(folder, dtype=torch.bfloat16, device=device), batch)
+    return {
+        "name": f"rounding_{folder.name}_bfloat16",
+        "seconds": round(time.perf_counter() - begin, 1),
+        "sequences": num,
+        **statistics((scored(model, batch) - rounded_R).abs().float().cpu()),
+    }
 
 
 def statistics(gaps_R: Tensor) -> dict[str, float]:
@@ -116,8 +140,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=64, help="of the longest answer")
     parser.add_argument("--write", type=Path, help="folder that gets the JSON line as a file")
+    parser.add_argument("--rounding", action="store_true", help="the trainer in bfloat16 against itself in float32")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.rounding:
+        found = measure_rounding(args.model, device=device, num=args.sequences, most_tokens=args.answer_tokens)
+        record(found, write=args.write)
+        return
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
     found = measure(args.model, dtype=dtype, device=device, num=args.sequences, most_tokens=args.answer_tokens)
     record(found, write=args.write)
