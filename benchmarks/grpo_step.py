@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import gc
 import json
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
-from benchmarks.model_folder import write_model_folder
+from benchmarks.model_folder import model_for_peers
 from benchmarks.recipe import random_model, recipe, requests, to_train_samples
 from miles.config.lora_section import LoraConfig
 from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, OptimConfig, RunConfig
@@ -142,13 +141,7 @@ def main() -> None:
 
 def measure_trl(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """Seconds of TRL's whole step: the median without the first."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.logs or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        model = Path(scratch) / "model"
-        write_model_folder(model, arguments.shape, dtype=dtype, device=arguments.device)
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    with model_for_peers(arguments, dtype) as (folder, model):
         sequences = [
             {"prompt": list(request.prompt_ids), "answer": [0] * request.sampling.max_new_tokens}
             for request in requests(0, share=arguments.share)

@@ -10,7 +10,6 @@ from the saved samples, by the last number, so the control is judged like the ot
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 from benchmarks.machine import record
 from miles.observe.metrics import read_records
 from miles.observe.samples import read_samples
+from miles.report.capture import wilson
 from miles.report.svg import Line, line_chart
 from recipes.last_number import last_number
 
@@ -75,14 +75,6 @@ def command(arguments: argparse.Namespace, runs: Path, name: str, seed: int, rew
     flags = [token for flag, value in settings.items() for token in (flag, str(value))]
     switches = ["--apply-chat-template", "--rollout-shuffle", "--calculate-per-token-loss"]
     return [sys.executable, "-m", "miles", "train", *flags, *switches, *reward, "--eval-prompt-data", *sets]
-
-
-def wilson(num_right: int, num: int) -> tuple[float, float]:
-    z = 1.96
-    share = num_right / num
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z / (1 + z * z / num) * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return middle - half, middle + half
 
 
 def read_run(folder: Path) -> dict[str, Any]:

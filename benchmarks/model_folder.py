@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -47,3 +51,16 @@ def write_model_folder(folder: Path, shape: str, *, dtype: torch.dtype, device: 
     PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token=f"t{end}", pad_token=f"t{pad}", unk_token="t0"
     ).save_pretrained(folder)
+
+
+@contextmanager
+def model_for_peers(arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[tuple[Path, Path]]:
+    """A folder for what the processes of a benchmark print and find (`--logs`, else one that goes), and a model folder
+    of `--shape` that goes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, model = arguments.logs or Path(scratch), Path(scratch) / "model"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_model_folder(model, arguments.shape, dtype=dtype, device=arguments.device)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        yield folder, model

@@ -27,12 +27,11 @@ import torch
 
 from benchmarks.grpo_step import generate
 from benchmarks.machine import record
-from benchmarks.recipe import ANSWERS_PER_PROMPT, Workload, to_train_samples
+from benchmarks.recipe import ANSWERS_PER_PROMPT, Workload, random_decoder, to_train_samples
 from miles.checkpoint.hf import export_hf
 from miles.config.parse import parse_flags
 from miles.config.sections import RunConfig
 from miles.engine.local import LocalEngine
-from miles.model.decoder import Decoder
 from miles.model.lora import add_lora
 from miles.model.names import to_hf
 from miles.plan.machine import GIB, Machine, cpu_machine, gpu_machine, host_memory
@@ -145,10 +144,11 @@ def run_on_gpu(case: Case) -> dict[str, Any]:
     torch.zeros(1, device=device)
     note("context")
     config = case.config
-    model = random_decoder(case.shape, torch.bfloat16, device)
+    spec = find_spec(case.shape)
+    model = random_decoder(spec, dtype=torch.bfloat16, device="cuda")
     if config.lora.is_on:
         add_lora(model, config.lora, seed=0)
-    reference = random_decoder(case.shape, torch.bfloat16, device) if config.algorithm.use_kl_loss else None
+    reference = random_decoder(spec, dtype=torch.bfloat16, device="cuda") if config.algorithm.use_kl_loss else None
     note("model")
     trainer = LocalTrainer(model, reference, config, total_steps=1)
     note("trainer")
@@ -189,7 +189,7 @@ def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
         if file.suffix == ".json":
             (folder / "source" / file.name).write_bytes(file.read_bytes())
     (folder / "source" / "config.json").write_text(json.dumps(source))
-    decoder = random_decoder(case.shape, torch.float32, torch.device("cpu"))
+    decoder = random_decoder(spec, dtype=torch.float32, device="cpu")
     parameters = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     export_hf(model, source=folder / "source", tensors=to_hf(spec, parameters), dtype=torch.float32)
     data.write_text("".join(f'{{"input": "{a}+34=?", "label": "{a + 34}"}}\n' for a in range(12, 40)))
@@ -202,18 +202,6 @@ def run_on_cpu(case: Case, folder: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
     return {"measured": max(entry["perf/peak_memory_gb"] for entry in records) * GIB}
-
-
-def random_decoder(shape: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    model = Decoder(find_spec(shape), dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    return model
 
 
 def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ the same batch. Prompts are random ids, new for each repetition, so that no pref
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -16,43 +17,27 @@ import torch
 
 from miles.model.decoder import Decoder
 from miles.model.spec import ModelSpec
+from miles.plan.shapes import SHAPES
 from miles.types import GenerationRequest, GenerationResult, SamplingParams, TrainSample
 
 LENGTHS = json.loads((Path(__file__).parent / "cases" / "recipe.json").read_text())
 ANSWERS_PER_PROMPT = 8
-SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, tied head
-    "0.6b": (1024, 3072, 28, 16, 8, True),
-    "1.7b": (2048, 6144, 28, 16, 8, True),
-    "4b": (2560, 9728, 36, 32, 8, True),
-    "tiny": (256, 512, 2, 4, 2, True),
-}
+_TINY = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
 def spec_of(shape: str) -> ModelSpec:
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
-    return ModelSpec(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=40960,
-        tied_head=tied,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-    )
+    """Of Qwen3 `0.6b`, `1.7b` or `4b`, or of a `tiny` one to try a script out."""
+    if shape == "tiny":
+        return dataclasses.replace(SHAPES["Qwen3-0.6B"], **_TINY)
+    return SHAPES[f"Qwen3-{shape.upper()}"]
 
 
 def random_model(shape: str, *, dtype: torch.dtype, device: str, seed: int = 0) -> Decoder:
-    model = Decoder(spec_of(shape), dtype=dtype, device=torch.device(device))
+    return random_decoder(spec_of(shape), dtype=dtype, device=device, seed=seed)
+
+
+def random_decoder(spec: ModelSpec, *, dtype: torch.dtype, device: str, seed: int = 0) -> Decoder:
+    model = Decoder(spec, dtype=dtype, device=torch.device(device))
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import wilson
 from benchmarks.machine import record
 from miles.observe.metrics import read_records
+from miles.report.capture import wilson
 from recipes.retool import NUM_HELD_OUT
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
-from benchmarks.model_folder import write_model_folder
+from benchmarks.model_folder import model_for_peers
 from benchmarks.recipe import Workload, mini_sglang, recipe, spec_of
 from miles.observe.gpu import measure_rates
 
@@ -49,13 +48,7 @@ def main() -> None:
     print(json.dumps({"copy_gb_per_s": rates.copy_bytes_per_s / 1e9, "limits": limits}), flush=True)
     paths = paths_by_name(arguments.peer_path)
     measured = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.logs or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        model = Path(scratch) / "model"
-        write_model_folder(model, arguments.shape, dtype=dtype, device=arguments.device)
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    with model_for_peers(arguments, dtype) as (folder, model):
         job = {
             "model": str(model),
             "dtype": str(dtype).removeprefix("torch."),

@@ -23,7 +23,6 @@ import json
 import random
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +31,7 @@ import torch
 
 from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
-from benchmarks.model_folder import write_model_folder
+from benchmarks.model_folder import model_for_peers
 from benchmarks.recipe import recipe, spec_of
 from miles.model.flops import forward_flops, training_flops
 from miles.model.spec import ModelSpec
@@ -53,13 +52,7 @@ def main() -> None:
     print(json.dumps(facts), flush=True)
     paths = paths_by_name(arguments.peer_path)
     measured: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.logs or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        model = Path(scratch) / "model"
-        write_model_folder(model, arguments.shape, dtype=dtype, device=arguments.device)
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    with model_for_peers(arguments, dtype) as (folder, model):
         for name in [*arguments.engine, *arguments.peer]:
             peer_tokens = [max(arguments.peer_max_tokens, arguments.sequence or 0)]
             job = {

@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,13 +40,15 @@ BATCH_SIZE = 64
 TERSE_SHARE = 0.75
 
 
-def write_tokenizer(folder: Path) -> int:
+def write_tokenizer(
+    folder: Path, *, pieces: Sequence[str] = PIECES, characters: Sequence[str] = CHARACTERS
+) -> int:
     """A vocabulary of single characters and a few whole words; returns its size."""
-    vocabulary = {piece: number for number, piece in enumerate([*SPECIAL, *PIECES, *CHARACTERS])}
+    vocabulary = {piece: number for number, piece in enumerate([*SPECIAL, *pieces, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

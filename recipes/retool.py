@@ -19,21 +19,16 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from miles.checkpoint.hf import export_hf
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
 from miles.model.spec import load_spec
+from recipes.quickstart_warmup import initialise, write_config, write_tokenizer
 
-SPECIAL = ["<|im_start|>", "<|im_end|>"]
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "python", "arguments": {"code": "print(', ')"}}', "####"]
 PIECES += ["user", "assistant", "tool", "system"]
-CHARACTERS = ["\n", " ", *"0123456789*=?error:.,()'\"{}-+/"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHARACTERS = ["\n", " ", *dict.fromkeys("0123456789*=?error:.,()'\"{}-+/")]
 GUESS_SHARE = 0.75
 NUM_WARM_UP, NUM_TRAINING, NUM_HELD_OUT = 8_000, 2_000, 200
 WARM_UP = ("calls", 0.0), ("guesses", GUESS_SHARE)  # name of the run, share of guesses in its data
@@ -83,30 +78,10 @@ def make_tiny_model(folder: Path, *, seed: int) -> None:
     """Random weights and a vocabulary of single characters and the fixed parts of a call."""
     source = folder.parent / "tiny_config"
     source.mkdir(parents=True, exist_ok=True)
-    pieces = list(dict.fromkeys([*SPECIAL, *PIECES, *CHARACTERS]))
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIAL])
-    tokenizer.save(str(source / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
-    (source / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    config = {
-        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(vocabulary)},
-        **{"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6},
-        **{"rope_theta": 10000.0, "max_position_embeddings": 128, "tie_word_embeddings": True},
-        **{"attention_bias": False, "eos_token_id": vocabulary["<|im_end|>"], "torch_dtype": "float32"},
-    }
-    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_config(source, vocab_size=write_tokenizer(source, pieces=PIECES, characters=CHARACTERS))
     spec = load_spec(source)
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.05, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+    initialise(model, seed=seed)
     export_hf(folder, source=source, tensors=to_hf(spec, dict(model.named_parameters())), dtype=torch.float32)
 
 

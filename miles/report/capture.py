@@ -154,7 +154,7 @@ def _figures(data: Any, place: str) -> Iterator[tuple[str, bool, str]]:
             yield f"{place}.{name}" if place else name, right, f"{value}, but {expected:.6g} follows"
 
 
-def _wilson(num_right: int, num: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(num_right: int, num: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's interval of a share at 95 percent (1927)."""
     share, spread = num_right / num, z * z / num
     middle = (share + spread / 2) / (1 + spread)
@@ -199,7 +199,7 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
     if all(isinstance(data.get(name), (int, float)) for name in ("accuracy", "low", "high", "items")):
         num_right = round(data["accuracy"] * data["items"])
         yield "accuracy", num_right / data["items"]
-        yield from zip(("low", "high"), _wilson(num_right, data["items"]), strict=True)
+        yield from zip(("low", "high"), wilson(num_right, data["items"]), strict=True)
     curve = data.get("held_out_curve")
     if isinstance(curve, list) and curve:
         yield from (
