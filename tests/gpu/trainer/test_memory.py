@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,13 @@ from tests.gpu.trainer.test_trainer import SHAPE, samples, trainer_of
 from tests.unit.engine.tiny import make_model
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests() -> None:
+    """What they left in cycles would be freed while the memory is measured."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class Matrices(nn.Module):
