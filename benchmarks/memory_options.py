@@ -24,6 +24,7 @@ from benchmarks.machine import record
 from miles.observe.metrics import read_records
 
 OPTIONS = {
+    "selective": ["--recompute-granularity", "selective"],
     "recompute": ["--recompute-granularity", "full"],
     "adam_bfloat16": ["--adam-state", "bfloat16"],
     "adam_8bit": ["--adam-state", "8bit"],

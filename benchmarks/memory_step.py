@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from miles.types import TrainSample
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "selective": {"recompute_granularity": "selective"},
     "recompute": {"recompute_granularity": "full"},
     "no_recompute": {"recompute_num_layers": 0},
     "adam_bfloat16": {"adam_state": "bfloat16"},
@@ -69,7 +71,7 @@ def measure(model: Decoder, samples: list[TrainSample], flags: dict[str, Any]) -
         "tflops": records[-1]["train/tflop"] / spent,
         "peak_gb": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
         "max_tokens": trainer.max_tokens,
-        "num_recomputed": model.num_recomputed(trainer.max_tokens),
+        "recompute": asdict(model.recompute_for(trainer.max_tokens)),
         "num_micro_batches": records[-1]["train/num_micro_batches"],
         "update_seconds": seconds_of(trainer.optimizer.step),
     }

@@ -18,6 +18,7 @@ from miles.config.resolve import resolve
 from miles.config.rules import rule_violations
 from miles.config.sections import RunConfig
 from miles.errors import ConfigError
+from miles.model.activations import Recompute
 from miles.observe.environment import gpu_names
 from miles.plan.advice import changed, fastest, flags_text, largest_models, remedies
 from miles.plan.disk import disk_of
@@ -131,6 +132,7 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
     memory, disk = estimate(job), disk_of(job, num_rollout=num_rollout)
     limits = job.limits
     batch = job.micro_batch(limits.max_tokens)
+    again = limits.activations.recompute_for(batch.tokens)
     best = fastest(job)
     as_set, with_changes = largest_models(job)
     report: dict[str, Any] = {
@@ -142,7 +144,7 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
         "cache_tokens": memory.cache_tokens,
         "micro_batch": {
             "max_tokens": limits.max_tokens, "tokens": batch.tokens, "number": batch.number,
-            "recomputed_layers": limits.activations.recomputed_for(batch.tokens),
+            "recompute": asdict(again),
         },
         "seconds": {**asdict(seconds := step_seconds(job, memory)), "step": seconds.step},
         "disk": {**asdict(disk), "needed_bytes": disk.needed_bytes},
@@ -173,7 +175,7 @@ def _show(job: Job, report: dict[str, Any]) -> None:
     batch, seconds, disk = report["micro_batch"], report["seconds"], report["disk"]
     console.print(
         f"micro-batches: {batch['number']} of at most {batch['tokens']:,} tokens in an optimizer step, "
-        f"{batch['recomputed_layers']} layers computed again; KV cache of {report['cache_tokens']:,} tokens"
+        f"{Recompute(**batch['recompute'])}; KV cache of {report['cache_tokens']:,} tokens"
     )
     console.print(
         f"a step: at most about {seconds['step']:,.0f} s (generate {seconds['generate']:,.1f}, log-probs "

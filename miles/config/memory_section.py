@@ -15,8 +15,8 @@ class MemoryConfig:
 
     recompute_granularity: str | None = flag(
         None,
-        "full: layers are computed again in the backward pass; selective: none (attention scores are never kept); "
-        "default: as few layers as memory asks for",
+        "what the backward pass computes again; selective: cheap parts of all layers; full: whole layers; "
+        "default: as little as memory asks for",
         choices=("full", "selective"),
         resume=True,
     )
@@ -42,7 +42,7 @@ def memory_violations(memory: MemoryConfig, *, adam_state: str) -> Iterator[str]
     if adam_state == "8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "--adam-state 8bit needs the package bitsandbytes: pip install 'miles[adam8bit]'"
     num_layers, method = memory.recompute_num_layers, memory.recompute_method
-    if memory.recompute_granularity == "selective" and (num_layers or method):
+    if memory.recompute_granularity == "selective" and (num_layers is not None or method):
         yield "--recompute-num-layers and --recompute-method need --recompute-granularity full"
     if method == "block" and num_layers is None:
         yield "--recompute-method block needs --recompute-num-layers"

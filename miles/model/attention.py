@@ -5,6 +5,9 @@ Shapes: T packed tokens, D hidden, N query heads, K key/value heads, H head size
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ from miles.model.spec import ModelSpec
 from miles.ops.attention import packed_attention, uses_buckets
 from miles.ops.heads import HeadNorm, rotated_heads, store_rotated_heads
 from miles.ops.paged_attention import paged_attention
+from miles.ops.remake import made_again
 
 
 class Attention(nn.Module):
@@ -31,13 +35,18 @@ class Attention(nn.Module):
         self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device) if spec.qk_norm else None
 
-    def forward(self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext) -> Tensor:
-        qkv, norm, cache = self.qkv(x_TD, context), self._norm(), context.cache
+    def forward(
+        self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext, make_x: Callable[[], Tensor]
+    ) -> Tensor:
+        """`make_x` computes `x` again."""
+        qkv, norm, cache = self.qkv(x_TD, context, make_x), self._norm(), context.cache
         if cache is None:
-            q_TNH, k_TKH, v_TKH = rotated_heads(qkv, self.num_kv_heads, self.head_dim, norm, cos_T1H, sin_T1H)
-            buckets = context.buckets if uses_buckets(q_TNH) else None
+            make = partial(rotated_heads, qkv, self.num_kv_heads, self.head_dim, norm, cos_T1H, sin_T1H)
+            heads = make()
+            buckets = context.buckets if uses_buckets(heads[0]) else None  # with them padded copies are kept instead
             bounds = (context.cu_seqlens, context.max_seqlen)
-            out_TNH = packed_attention(q_TNH, k_TKH, v_TKH, *bounds, self.scale, buckets, context.groups_B2)
+            with made_again(make if context.remakes and buckets is None else None, *heads):
+                out_TNH = packed_attention(*heads, *bounds, self.scale, buckets, context.groups_B2)
         else:
             k_cache, v_cache = cache.k_caches[self.layer], cache.v_caches[self.layer]
             q_TNH = store_rotated_heads(qkv, norm, cos_T1H, sin_T1H, cache.slots_T, k_cache, v_cache)

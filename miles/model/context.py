@@ -22,6 +22,7 @@ class ForwardContext:
     each layer stores their keys and values and attends over the cache; without one the batch is all there is.
     Without `adapter` a model with LoRA computes what it did before. A `dropout_seed` is the key of the dropout of this
     pass; None drops nothing. `groups_B2` says which sequences continue which (`ops/attention.py`); None: none does.
+    With `remakes` the backward pass makes what is cheap again instead of keeping it (`activations.remade_numbers`).
     """
 
     positions_T: Tensor
@@ -31,6 +32,7 @@ class ForwardContext:
     adapter: bool = True
     dropout_seed: int | None = None
     groups_B2: Tensor | None = None
+    remakes: bool = False
 
     @cached_property
     def buckets(self) -> LengthBuckets:

@@ -9,7 +9,8 @@ Shapes: T packed tokens, D hidden, V vocabulary, S positions, H head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from miles.config.lora_section import LoraConfig
+from miles.model.activations import Recompute
 from miles.model.attention import Attention
 from miles.model.context import ForwardContext
 from miles.model.layers import Linear, RmsNorm
@@ -24,6 +26,10 @@ from miles.model.mlp import Mlp
 from miles.model.spec import ModelSpec
 from miles.ops.numerics import as_in_the_forward_pass
 from miles.ops.rope import llama3_frequencies, rope_at, rope_frequencies, rope_table
+
+
+def nothing_again(num_tokens: int) -> Recompute:
+    return Recompute()
 
 
 class Embedding(nn.Module):
@@ -54,12 +60,14 @@ class DecoderLayer(nn.Module):
         self, x_TD: Tensor, added_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         if added_TD is None:
-            normed_TD = self.attention_norm(x_TD)
+            make = partial(self.attention_norm.forward, x_TD)
+            normed_TD = make()
         else:
             normed_TD, x_TD = self.attention_norm.after_adding(x_TD, added_TD)
-        attended_TD = self.attention(normed_TD, cos_T1H, sin_T1H, context)
+            make = partial(self.attention_norm.of_sum, x_TD)
+        attended_TD = self.attention(normed_TD, cos_T1H, sin_T1H, context, make)
         normed_TD, x_TD = self.mlp_norm.after_adding(x_TD, attended_TD)
-        return x_TD, self.mlp(normed_TD, context)
+        return x_TD, self.mlp(normed_TD, context, partial(self.mlp_norm.of_sum, x_TD))
 
 
 class Decoder(nn.Module):
@@ -84,8 +92,8 @@ class Decoder(nn.Module):
         frequencies = rope_frequencies(spec.head_dim, spec.rope_theta).to(device)
         if spec.rope_scaling is not None:
             frequencies = llama3_frequencies(frequencies, **asdict(spec.rope_scaling))
-        # How many of the first layers a training pass of so many tokens computes again in its backward pass.
-        self.num_recomputed: Callable[[int], int] = no_layers
+        # What a training pass of so many tokens computes again in its backward pass.
+        self.recompute_for: Callable[[int], Recompute] = nothing_again
         # Not part of the state: it follows from the spec, and stays float32 whatever the dtype of the weights.
         table_SH = rope_table(frequencies, spec.max_position_embeddings)
         self.register_buffer("rope_table_SH", table_SH, persistent=False)
@@ -99,8 +107,8 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, T x D. Positions must be below `max_position_embeddings`."""
         cos_T1H, sin_T1H = rope_at(self.rope_table_SH, context.positions_T)
         x_TD, added_TD = self.embedding(input_ids_T), None
-        num_recomputed = self.num_recomputed(len(input_ids_T)) if torch.is_grad_enabled() else 0
-        for layer in self.layers[:num_recomputed]:
+        again = self.recompute_for(len(input_ids_T)) if torch.is_grad_enabled() else Recompute()
+        for layer in self.layers[: again.num_layers]:
             x_TD, added_TD = checkpoint(
                 *(layer, x_TD, added_TD, cos_T1H, sin_T1H, context),
                 use_reentrant=False,
@@ -108,11 +116,9 @@ class Decoder(nn.Module):
                 determinism_check="none",
                 context_fn=as_in_the_forward_pass,
             )
-        for layer in self.layers[num_recomputed:]:
+        if again.selective:
+            context = replace(context, remakes=True)
+        for layer in self.layers[again.num_layers :]:
             x_TD, added_TD = layer(x_TD, added_TD, cos_T1H, sin_T1H, context)
         normed_TD, _ = self.norm.after_adding(x_TD, added_TD)
         return normed_TD
-
-
-def no_layers(num_tokens: int) -> int:
-    return 0

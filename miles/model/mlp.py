@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -20,5 +23,7 @@ class Mlp(nn.Module):
         self.gate_up = Linear(hidden, 2 * inner, bias=spec.mlp_bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden, bias=spec.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x_TD, context)), context)
+    def forward(self, x_TD: Tensor, context: ForwardContext, make_x: Callable[[], Tensor]) -> Tensor:
+        """`make_x` computes `x` again."""
+        gate_up_T2F = self.gate_up(x_TD, context, make_x)
+        return self.down(silu_mul(gate_up_T2F), context, partial(silu_mul, gate_up_T2F))

@@ -127,15 +127,18 @@ class _TokenLogProbs(torch.autograd.Function):
         kept_TV = None
         for chunk in _chunks(num_tokens, chunk_rows):
             logits_CV = _logits(hidden_TD, head_VD, chunk)
-            log_softmax_CV = _log_softmax(logits_CV, temperature, chunk, kept)
-            if is_invariant() and has_kernels(hidden_TD):
+            drawn = is_invariant() and has_kernels(hidden_TD)
+            if drawn:
                 log_probs_TK[chunk] = _as_drawn(logits_CV, targets_TK[chunk], temperature, chunk, kept)
-            else:
+            log_softmax_CV = _log_softmax(logits_CV, temperature, chunk, kept)
+            del logits_CV  # no more than two numbers of each logit are there at any time
+            if not drawn:
                 log_probs_TK[chunk] = log_softmax_CV.gather(1, targets_TK[chunk])
             if entropy_T is not None:
                 entropy_T[chunk] = -(log_softmax_CV.exp().mul_(log_softmax_CV)).sum(-1)
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
                 kept_TV = log_softmax_CV
+            del log_softmax_CV
         ctx.save_for_backward(hidden_TD, head_VD, targets_TK, entropy_T, kept_TV)
         ctx.temperature, ctx.chunk_rows, ctx.kept = temperature, chunk_rows, kept
         ctx.set_materialize_grads(False)
@@ -166,6 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_hidden_TD[chunk] = grad_logits_CV.to(head_VD.dtype) @ head_VD
             if grad_head_VD is not None:
                 grad_head_VD.addmm_(grad_logits_CV.T, hidden_TD[chunk].to(dtype))
+            del log_softmax_CV, grad_logits_CV
         return grad_hidden_TD, grad_head_VD, None, None, None, None, None
 
 
@@ -180,7 +184,9 @@ def _logits(hidden_TD: Tensor, head_VD: Tensor, chunk: slice) -> Tensor:
 
 
 def _log_softmax(logits_CV: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
-    logits_CV = tempered(logits_CV, temperature)
+    """Overwrites the logits."""
+    if temperature != 1.0:
+        logits_CV /= logits_CV.new_full((1, 1), temperature)
     if kept is not None:
         kept.cut(logits_CV, chunk)
     return logits_CV.log_softmax(-1)

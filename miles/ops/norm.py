@@ -19,6 +19,11 @@ def add_rms_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -
     return rms_norm(total_TD, weight_D, eps), total_TD
 
 
+def rms_norm_of_sum(total_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The first result of `add_rms_norm` from the second, with the same bits; no gradient."""
+    return (kernels("norm_rope").rms_norm_of_sum if has_kernels(total_TD) else rms_norm)(total_TD, weight_D, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32, in the dtype of `x`."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

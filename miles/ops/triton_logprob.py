@@ -146,13 +146,15 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
         chunks = list(zip(hidden_TD.split(chunk_rows), targets_T.split(chunk_rows), strict=True))
-        scored, logits_CV = [], None
+        keeps_logits = len(chunks) == 1 and any(ctx.needs_input_grad)
+        scored, kept_TV = [], None
         for hidden_CD, targets_C in chunks:
             logits_CV = project_float32(hidden_CD, head_VD)
             scored.append(chunk_log_probs(logits_CV, targets_C, temperature))
+            kept_TV = logits_CV if keeps_logits else None
+            del logits_CV  # before the next ones are there
         log_probs_T, entropy_T, log_sums_T = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        keeps_logits = len(chunks) == 1 and any(ctx.needs_input_grad)
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, logits_CV if keeps_logits else None)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         ctx.set_materialize_grads(False)
         return log_probs_T, entropy_T
@@ -178,10 +180,12 @@ class _HeadLogProbs(torch.autograd.Function):
                 ctx.temperature,
                 torch.empty_like(logits_CV, dtype=head_VD.dtype),
             )
+            del logits_CV
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits_CV, head_VD, out=grad_hidden_TD[chunk])
             if grad_head_VD is not None:
                 add_product_float32(grad_head_VD, grad_logits_CV.t(), hidden_TD[chunk])
+            del grad_logits_CV
         return grad_hidden_TD, grad_head_VD, None, None, None
 
 

@@ -21,17 +21,19 @@ BACKWARD_PROGRAMS = 1024  # each sums the gradient of a weight over its rows; th
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr, added_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, added_stride,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T). sum = x + added and out = rms_norm(sum), both [T, D]."""
+    """Grid (T). sum = x + added and out = rms_norm(sum), both [T, D]; without ADDS x is the sum."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     inside = offs < D
     x = tl.load(x_ptr + row * x_stride + offs, mask=inside, other=0.0).to(tl.float32)
-    added = tl.load(added_ptr + row * added_stride + offs, mask=inside, other=0.0).to(tl.float32)
-    total = (x + added).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * D + offs, total, mask=inside)
-    total = total.to(tl.float32)
+    total = x
+    if ADDS:
+        added = tl.load(added_ptr + row * added_stride + offs, mask=inside, other=0.0).to(tl.float32)
+        rounded = (x + added).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * D + offs, rounded, mask=inside)
+        total = rounded.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + offs, (total * inverse_rms * weight).to(out_ptr.dtype.element_ty), mask=inside)
@@ -62,17 +64,23 @@ def _add_rms_norm_backward_kernel(
     tl.store(partial_ptr + tl.program_id(0) * D + offs, partial, mask=inside)
 
 
+def _norm_rows(x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, sum_TD: Tensor, eps: float) -> Tensor:
+    (num_tokens, width), block = x_TD.shape, triton.next_power_of_2(x_TD.shape[1])
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    added = x_TD if added_TD is None else added_TD
+    _add_rms_norm_kernel[num_tokens,](
+        x_TD, added, weight_D, out_TD, sum_TD, eps, x_TD.stride(0), added.stride(0), D=width, BLOCK=block,
+        ADDS=added_TD is not None, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out_TD
+
+
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        num_tokens, width = x_TD.shape
         assert x_TD.stride(1) == added_TD.stride(1) == 1, "rows must be contiguous"
-        out_TD, sum_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
-        block = triton.next_power_of_2(width)
-        _add_rms_norm_kernel[num_tokens,](
-            x_TD, added_TD, weight_D, out_TD, sum_TD, eps, x_TD.stride(0), added_TD.stride(0),
-            D=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-        )  # fmt: skip
+        sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        out_TD = _norm_rows(x_TD, added_TD, weight_D, sum_TD, eps)
         ctx.save_for_backward(sum_TD, weight_D)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
@@ -101,6 +109,11 @@ class _AddRmsNorm(torch.autograd.Function):
 def add_rms_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + added), x + added)`: the start of a sublayer. Rows contiguous; differentiable."""
     return _AddRmsNorm.apply(x_TD, added_TD, weight_D, eps)
+
+
+def rms_norm_of_sum(sum_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The first result of `add_rms_norm` again, from the second. No gradient."""
+    return _norm_rows(sum_TD, None, weight_D, sum_TD, eps)
 
 
 @triton.jit

@@ -58,8 +58,11 @@ def _smaller_chunks(job: Job) -> Iterator[Changes]:
 
 def _recompute(job: Job) -> Iterator[Changes]:
     memory, num_layers = job.config.memory, job.spec.num_layers
-    if memory.recompute_granularity != "selective" and memory.recompute_method is None:
-        yield from ({"recompute_num_layers": quarter * num_layers // 4} for quarter in (1, 2, 3, 4))
+    if memory.recompute_granularity == "selective" or memory.recompute_method is not None:
+        return  # with either no number of layers goes
+    if memory.recompute_num_layers is None:
+        yield {"recompute_granularity": "selective"}
+    yield from ({"recompute_num_layers": half * num_layers // 2} for half in (1, 2))
 
 
 def _host_moments(job: Job) -> Iterator[Changes]:
@@ -125,12 +128,13 @@ def fastest(job: Job) -> Changes | None:
     caches = [_cache_need(job) // part for part in (1, 2, 4, 8)] if job.has_engine else [None]
     best: Changes | None = None
     best_rank = (True, float("inf"))
+    least: Changes = {} if job.config.memory.recompute_granularity == "selective" else {"recompute_num_layers": 0}
     choices = itertools.product(
-        budgets, caches, (0, job.spec.num_layers // 2, job.spec.num_layers), MOMENT_BYTES,
-        (False,) if job.machine.shares_memory else (False, True),
+        budgets, caches, MOMENT_BYTES, (False,) if job.machine.shares_memory else (False, True),
+        (least, *_recompute(job)),
     )  # fmt: skip
-    names = ("max_tokens_per_gpu", "engine_max_total_tokens", "recompute_num_layers", "adam_state")
-    settings = [dict(zip((*names, "optimizer_cpu_offload"), choice, strict=True)) for choice in choices]
+    names = ("max_tokens_per_gpu", "engine_max_total_tokens", "adam_state", "optimizer_cpu_offload")
+    settings = [dict(zip(names, choice, strict=True)) | again for *choice, again in choices]
     for changes in [{}, *settings]:
         candidate = changed(job, changes)
         memory = estimate(candidate)

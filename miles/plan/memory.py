@@ -13,7 +13,7 @@ from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
 from miles.config.resolve import samples_per_rollout
 from miles.config.sections import EngineConfig, RunConfig
-from miles.model.activations import ActivationBudget, layer_numbers
+from miles.model.activations import ActivationBudget, Recompute, layer_numbers
 from miles.model.spec import ModelSpec
 from miles.plan.machine import GIB, Machine
 
@@ -212,14 +212,14 @@ def trainer_limits(
     """From the flags and the memory: of a GPU of `gpu_bytes`, or of the machine.
 
     The token budget depends on what this process leaves unused, not on what other programs leave free, so that a run
-    packs alike each time; the number of layers that are computed again, which changes no bit of a result, does.
+    packs alike each time; what is computed again, which changes no bit of a result, does.
     """
     packed_bytes, chunk_size, max_bytes = CPU_ACTIVATION_BYTES, CPU_CHUNK_SIZE, int(FREE_SHARE * free_bytes)
     if gpu_bytes is not None:
         packed_bytes = int(min(GPU_ACTIVATION_SHARE * gpu_bytes, FREE_SHARE * unused_bytes))
         max_bytes = min(packed_bytes, max_bytes)
         chunk_size = default_chunk_size(spec, memory_bytes=int(GPU_LOGITS_SHARE * gpu_bytes))
-    budget = ActivationBudget(spec, itemsize, max_bytes, recomputed_layers(config.memory, spec.num_layers))
+    budget = ActivationBudget(spec, itemsize, max_bytes, fixed_recompute(config.memory, spec.num_layers))
     fewest = FEWEST_TOKENS["cpu" if gpu_bytes is None else "cuda"]
     max_tokens = config.batch.max_tokens_per_gpu or replace(budget, max_bytes=packed_bytes).default_tokens(
         fewest=fewest
@@ -227,15 +227,13 @@ def trainer_limits(
     return Limits(max_tokens, config.batch.log_probs_chunk_size or chunk_size, budget)
 
 
-def recomputed_layers(memory: MemoryConfig, num_layers: int) -> int | None:
-    """How many of the model's layers are computed again; None: as many as memory asks for."""
+def fixed_recompute(memory: MemoryConfig, num_layers: int) -> Recompute | None:
+    """What the flags want computed again of the model's layers; None: as much as memory asks for."""
     if memory.recompute_num_layers is not None and memory.recompute_method != "uniform":
-        return min(memory.recompute_num_layers, num_layers)
-    if memory.recompute_granularity == "full":
-        return num_layers
-    if memory.recompute_granularity == "selective":
-        return 0
-    return None
+        return Recompute(num_layers=min(memory.recompute_num_layers, num_layers))
+    return {"full": Recompute(num_layers=num_layers), "selective": Recompute(selective=True), None: None}[
+        memory.recompute_granularity
+    ]
 
 
 def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
@@ -368,29 +366,29 @@ def _passing_bytes(job: Job) -> dict[str, int]:
     spec, limits, itemsize = job.spec, job.limits, job.itemsize
     batch = job.micro_batch(limits.max_tokens)
     tokens = batch.tokens
-    num_recomputed = limits.activations.recomputed_for(tokens)
-    one_layer, inputs = layer_numbers(spec), 2 * spec.hidden_size
+    again = limits.activations.recompute_for(tokens)
+    padding = 0
     if not job.machine.on_gpu:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        one_layer += int(CPU_PADDING * (spec.qkv_size + queries)) - queries - 2 * keys
-    layers = (spec.num_layers - num_recomputed) * one_layer + num_recomputed * inputs
+        padding = int(CPU_PADDING * (spec.qkv_size + queries)) - queries - 2 * keys
+        padding += again.selective * spec.qkv_size  # what is padded is not made again
+    layers = again.kept_numbers(spec) + (spec.num_layers - again.num_layers) * padding
     around = tokens * (spec.hidden_size * itemsize + 2 * 4 * spec.head_dim)  # the last sum, and cosines and sines
-    again = tokens * (one_layer + 4 * spec.intermediate_size + spec.qkv_size) * itemsize
-    work = max(_head_bytes(job, batch.answers, limits.chunk_size), again if num_recomputed else 0)
+    layer = 4 * spec.intermediate_size + spec.qkv_size  # gradients, and what was made again
+    if again.num_layers:
+        layer += layer_numbers(spec) + padding
+    work = max(_head_bytes(job, batch.answers, limits.chunk_size), tokens * layer * itemsize)
     return {"activations": tokens * layers * itemsize + around, "head or layer at work": work}
 
 
 def _head_bytes(job: Job, answers: int, chunk_size: int) -> int:
-    """The logits of a chunk with those of the chunk before, float32, and their gradient; then the gradient of the
-    head, and the hidden states with theirs."""
+    """The logits of a chunk, float32, and their gradient; the gradient of the head, and the hidden states with
+    theirs."""
     spec = job.spec
     small = 4 * 2**20 // spec.vocab_size  # as many logits are never cut into chunks: `ops/logprob.py`
     rows = min(max(chunk_size, small), answers)
-    following = min(rows, answers - rows)  # the chunk after a whole one
-    logits = (6 * rows + 4 * following) if job.machine.on_gpu else 8 * (rows + following)
-    num_gradients = (
-        1 if job.machine.on_gpu else 2
-    )  # the heap of a CPU does not give the head's place to the embedding's
+    logits = (6 if job.machine.on_gpu else 8) * rows
+    num_gradients = 1 if job.machine.on_gpu else 2  # a CPU's heap does not give the head's place to the embedding's
     gradients = num_gradients * 4 * spec.vocab_size
     return logits * spec.vocab_size + spec.hidden_size * (gradients + 2 * answers * job.itemsize)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles.config.resolve import samples_per_rollout
+from miles.model.activations import remade_numbers
 from miles.model.flops import forward_flops
 from miles.plan.memory import Job, Memory, token_bytes
 
@@ -63,14 +64,16 @@ def _generate(job: Job, memory: Memory) -> float:
 
 
 def _update(job: Job, forward_s: float) -> float:
-    """One optimizer step: forward, backward, layers that are computed again, and AdamW."""
+    """One optimizer step: forward, backward, what is computed again, and AdamW."""
     spec, config, limits = job.spec, job.config, job.limits
     batch = job.micro_batch(limits.max_tokens)
-    num_micro, again = batch.number, limits.activations.recomputed_for(batch.tokens) / spec.num_layers
+    num_micro, again = batch.number, limits.activations.recompute_for(batch.tokens)
     num, moments = job.num_trained_parameters / job.num_trained, job.moment_bytes / job.num_trained
     added_s = num_micro * ADDED_BYTES * num / job.machine.copy_bytes_per_s
     on_bus = config.optim.optimizer_cpu_offload and not job.machine.shares_memory
     moments_s = moments / BUS_BYTES_PER_S if on_bus else 2 * moments / job.machine.copy_bytes_per_s
     updated_s = UPDATED_BYTES * num / job.machine.copy_bytes_per_s
-    passes = (2 if config.lora.is_on else 3) + again  # frozen weights have no gradient
-    return passes * forward_s + num_micro * spec.num_layers * TRAIN_LAYER_S + added_s + moments_s + updated_s
+    passes = (2 if config.lora.is_on else 3) + again.num_layers / spec.num_layers  # frozen weights have no gradient
+    moved = 2 * remade_numbers(spec) * job.itemsize * batch.tokens  # read and written again
+    layer_s = TRAIN_LAYER_S + again.selective * moved / job.machine.copy_bytes_per_s
+    return passes * forward_s + num_micro * spec.num_layers * layer_s + added_s + moments_s + updated_s

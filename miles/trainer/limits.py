@@ -1,4 +1,4 @@
-"""How much memory a micro-batch may take: tokens, layers that are computed again, logits at one time."""
+"""How much memory a micro-batch may take: tokens, what is computed again, logits at one time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def find_limits(model: Decoder, config: RunConfig) -> Limits:
         gpu_bytes=total_bytes if on_gpu else None,
     )
     logger.info(
-        f"micro-batches of {limits.max_tokens} tokens, {limits.activations.recomputed_for(limits.max_tokens)} of "
-        f"{spec.num_layers} layers computed again; activations may take {limits.activations.max_bytes / 2**30:.1f} GiB"
+        f"micro-batches of {limits.max_tokens} tokens, {limits.activations.recompute_for(limits.max_tokens)}; "
+        f"activations may take {limits.activations.max_bytes / 2**30:.1f} GiB"
     )
     return limits
 
 
 def apply_limits(limits: Limits, model: Decoder) -> None:
-    model.num_recomputed = replace(limits.activations, spec=model.spec).recomputed_for
+    model.recompute_for = replace(limits.activations, spec=model.spec).recompute_for

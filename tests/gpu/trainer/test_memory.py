@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from miles.config.sections import OptimConfig
-from miles.model.activations import layer_numbers
+from miles.model.activations import Recompute
 from miles.model.context import packed_context
+from miles.ops.logprob import token_log_probs
 from miles.trainer.moments import PIECE
 from miles.trainer.optim import Optimizer
 from tests.gpu.trainer.test_trainer import SHAPE, samples, trainer_of
@@ -82,7 +83,7 @@ def test_bytes_of_a_parameter(state: str, expected: float) -> None:
 
 
 def test_activations_take_what_the_formula_says() -> None:
-    """Within 3 percent of what lies between the forward and the backward pass, for every number of layers."""
+    """Within 3 percent of what lies between the forward and the backward pass, whatever is computed again."""
     model = make_model(
         vocab_size=500, hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=4, head_dim=64,
         num_layers=6, max_position_embeddings=4096,
@@ -90,22 +91,22 @@ def test_activations_take_what_the_formula_says() -> None:
     lengths = [4000, 1000, 2500]
     ids_T, context = torch.arange(sum(lengths), device="cuda") % 500, packed_context(lengths, device="cuda")
     spec, gradients = model.spec, {}
-    for num_recomputed in (0, 0, 2, 6):  # the first compiles
-        model.num_recomputed = lambda num_tokens, n=num_recomputed: n
+    ways = [Recompute(selective, layers) for layers in (0, 2, 6) for selective in (False, True)]
+    for again in (*ways, *ways):  # the first compile
+        model.recompute_for = lambda num_tokens, again=again: again
         model.zero_grad()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         hidden_TD = model(ids_T, context)
         kept = torch.cuda.memory_allocated() - before
         hidden_TD.float().square().sum().backward()
-        gradients[num_recomputed] = [parameter.grad.clone() for parameter in model.parameters()]
+        gradients[again] = [parameter.grad.clone() for parameter in model.parameters()]
         del hidden_TD
-        numbers = (6 - num_recomputed) * layer_numbers(spec) + num_recomputed * 2 * spec.hidden_size
         # Beside the layers: the last sum and its norm, and the tables of the rotary embedding (float32, cos and sin).
         rest = 2 * 2 * spec.hidden_size + 2 * 4 * spec.head_dim
-        assert kept == pytest.approx(sum(lengths) * (2 * numbers + rest), rel=0.03)
-    for ours, theirs in zip(gradients[6], gradients[0], strict=True):
-        assert torch.equal(ours, theirs)
+        assert kept == pytest.approx(sum(lengths) * (2 * again.kept_numbers(spec) + rest), rel=0.03)
+    for found in gradients.values():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, gradients[Recompute()], strict=True))
 
 
 def test_offload_frees_what_only_an_update_needs_and_moves_no_parameter() -> None:
@@ -120,3 +121,20 @@ def test_offload_frees_what_only_an_update_needs_and_moves_no_parameter() -> Non
         ours, theirs = (t.train(samples(), rollout_id=rollout_id, weight_version=0) for t in (trainer, straight))
         assert ours.steps == theirs.steps
     assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == addresses
+
+
+def test_a_chunk_of_logits_takes_six_bytes_each_at_its_highest() -> None:
+    """Float32 logits and their bfloat16 gradient, one chunk at a time, beside the gradients of head and states."""
+    vocab, hidden, tokens, rows = 100_000, 256, 4096, 512
+    states_TD = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    head_VD = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets_T = torch.arange(tokens, device="cuda")
+    for _ in range(2):  # the first compiles
+        states_TD.grad = head_VD.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        log_probs_T, _ = token_log_probs(states_TD, head_VD, targets_T, chunk_size=rows)
+        log_probs_T.sum().backward()
+        extra = torch.cuda.max_memory_allocated() - before
+    assert extra == pytest.approx(6 * rows * vocab + 4 * vocab * hidden + 2 * tokens * hidden, rel=0.05)

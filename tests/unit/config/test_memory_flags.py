@@ -7,32 +7,39 @@ import pytest
 from miles.config.memory_section import MemoryConfig, memory_violations
 from miles.config.rules import rule_violations
 from miles.config.sections import EngineConfig, RunConfig
-from miles.plan.memory import recomputed_layers
+from miles.model.activations import Recompute
+from miles.plan.memory import fixed_recompute
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({}, None),
-        ({"recompute_granularity": "full"}, 6),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 6),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, 2),
-        ({"recompute_num_layers": 9}, 6),
-        ({"recompute_num_layers": 0}, 0),
-        ({"recompute_granularity": "selective"}, 0),
+        ({"recompute_granularity": "full"}, Recompute(num_layers=6)),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            Recompute(num_layers=6),
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            Recompute(num_layers=2),
+        ),
+        ({"recompute_num_layers": 9}, Recompute(num_layers=6)),
+        ({"recompute_num_layers": 0}, Recompute()),
+        ({"recompute_granularity": "selective"}, Recompute(selective=True)),
     ],
     ids=str,
 )
-def test_layers_that_are_computed_again(flags, expected) -> None:
+def test_what_is_computed_again(flags, expected) -> None:
     memory = MemoryConfig(**flags)
     assert list(memory_violations(memory, adam_state="float32")) == []
-    assert recomputed_layers(memory, 6) == expected
+    assert fixed_recompute(memory, 6) == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"recompute_granularity": "selective", "recompute_num_layers": 2}, "need --recompute-granularity full"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 0}, "need --recompute-granularity full"),
         ({"recompute_method": "block"}, "needs --recompute-num-layers"),
         ({"recompute_method": "uniform"}, "needs --recompute-granularity full"),
         (

@@ -1,69 +1,103 @@
-"""Layers that are computed again: the same bits, fewer bytes, as few layers as the budget allows."""
+"""What is computed again: the same bits, fewer bytes, as little as the budget allows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from miles.model.activations import ActivationBudget, layer_numbers
+from miles.config.lora_section import LoraConfig
+from miles.model.activations import ActivationBudget, Recompute, layer_numbers
 from miles.model.context import packed_context
 from miles.model.decoder import Decoder
+from miles.model.lora import add_lora
+from miles.ops.numerics import invariant
 from tests.unit.engine.tiny import make_model
+from tests.unit.living import outcome
 
 LENGTHS = [7, 30, 1, 12]
+WAYS = [Recompute(num_layers=1), Recompute(num_layers=3), Recompute(selective=True), Recompute(True, 1)]
 
 
-def backward(model: Decoder, num_recomputed: int) -> tuple[Tensor, list[Tensor], int]:
-    """Hidden states, gradients, and bytes that the forward kept besides the parameters."""
-    model.num_recomputed = lambda num_tokens: num_recomputed
-    ids_T = torch.arange(sum(LENGTHS)) * 7 % model.spec.vocab_size
-    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden_TD = model(ids_T, packed_context(LENGTHS, device="cpu"))
-    scale_TD = torch.linspace(-1, 1, hidden_TD.numel()).view_as(hidden_TD)
-    gradients = list(torch.autograd.grad((hidden_TD * scale_TD).sum(), list(model.parameters()), allow_unused=True))
-    return hidden_TD.detach(), gradients, sum(kept.values())
+def kept_by(model: Decoder, again: Recompute) -> int:
+    """Of 50 tokens in sequences of one length, so that nothing is padded."""
+    return outcome(model, again, packed_context([10] * 5, device="cpu"))[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_whatever_is_computed_again(dtype: torch.dtype) -> None:
-    model = make_model(num_layers=3).to(dtype)
-    hidden_TD, gradients, _ = backward(model, 0)
-    for num_recomputed in (1, 3):
-        again_TD, again, _ = backward(model, num_recomputed)
-        assert torch.equal(again_TD, hidden_TD)
-        assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "qkv_bias": True, "mlp_bias": True}], ids=str)
+def test_the_same_bits_whatever_is_computed_again(dtype: torch.dtype, changes: dict[str, bool]) -> None:
+    model, context = make_model(num_layers=3, **changes).to(dtype), packed_context(LENGTHS, device="cpu")
+    expected, _ = outcome(model, Recompute(), context)
+    for again in WAYS:
+        found, _ = outcome(model, again, context)
+        assert len(found) == 1 + len(list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_same_bits_with_adapters(dropout: float) -> None:
+    model = make_model(num_layers=3)
+    add_lora(model, LoraConfig(lora_rank=4, lora_dropout=dropout), seed=1)
+    for name, parameter in model.named_parameters():
+        if ".b." in name:
+            parameter.data.normal_()
+    context = dataclasses.replace(packed_context([30, 9, 5], device="cpu", heads=[0, 0, 0]), dropout_seed=7)
+    expected, _ = outcome(model, Recompute(), context)
+    for again in WAYS:
+        found, _ = outcome(model, again, context)
+        assert len(found) > 30
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_is_made_again_uses_the_operations_of_the_forward_pass() -> None:
+    """The backward pass is outside of the scope of invariant operations: as on a thread of its own."""
+    model, found = make_model(num_layers=2, intermediate_size=131), []
+    ids_T, context = torch.arange(sum(LENGTHS)) % 37, packed_context(LENGTHS, device="cpu")
+    for again in (Recompute(), Recompute(selective=True)):
+        model.recompute_for = lambda num_tokens, again=again: again
+        with invariant():
+            hidden_TD = model(ids_T, dataclasses.replace(context))
+        found.append(torch.autograd.grad(hidden_TD.square().sum(), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_each_layer_that_is_computed_again_keeps_less() -> None:
-    """Hooks see what a recomputed layer keeps only when it is an input of another node, so the fall is what counts."""
     model = make_model(num_layers=3)
-    kept = [backward(model, n)[2] for n in range(4)]
+    kept = [kept_by(model, Recompute(num_layers=n)) for n in range(4)]
     assert kept[0] > kept[1] > kept[2] > kept[3]
-    assert kept[0] - kept[1] > 0.7 * 4 * sum(LENGTHS) * (layer_numbers(model.spec) - 2 * model.spec.hidden_size)
+    assert kept[0] - kept[1] > 0.7 * 4 * 50 * (layer_numbers(model.spec) - 2 * model.spec.hidden_size)
+
+
+def test_cheap_parts_of_each_layer_are_not_kept() -> None:
+    """Two normed inputs, and gate times up; the CPU's attention keeps its padded queries, keys and values."""
+    model = make_model(num_layers=3)
+    saved = 4 * 50 * (2 * model.spec.hidden_size + model.spec.intermediate_size)
+    none, whole, _, all_layers, but_one = (kept_by(model, again) for again in (Recompute(), *WAYS))
+    assert none - all_layers == 3 * saved
+    assert whole - but_one == 2 * saved
+
+
+def test_adapters_keep_no_input_of_theirs_that_is_made_again() -> None:
+    model = make_model(num_layers=3)
+    add_lora(model, LoraConfig(lora_rank=4), seed=1)
+    saved = 4 * 50 * (2 * model.spec.hidden_size + model.spec.intermediate_size)
+    # The first layer's input, which has no gradient, is kept for the norm instead of its result.
+    first = 4 * 50 * model.spec.hidden_size
+    assert kept_by(model, Recompute()) - kept_by(model, Recompute(selective=True)) == 3 * saved - first
 
 
 def test_nothing_is_computed_again_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(num_layers=2)
-    model.num_recomputed = lambda num_tokens: pytest.fail("asked")
+    model.recompute_for = lambda num_tokens: pytest.fail("asked")
     with torch.no_grad():
         model(torch.tensor([1, 2]), packed_context([2], device="cpu"))
 
 
-def budget(make: Callable[..., Decoder] = make_model, **changes: int | None) -> ActivationBudget:
+def budget(make: Callable[..., Decoder] = make_model, **changes: Any) -> ActivationBudget:
     spec = dataclasses.replace(
         make().spec, hidden_size=100, intermediate_size=200, num_layers=10, num_heads=4, num_kv_heads=2, head_dim=25
     )
@@ -72,21 +106,29 @@ def budget(make: Callable[..., Decoder] = make_model, **changes: int | None) -> 
 
 def test_numbers_of_a_layer_by_hand() -> None:
     """Two norms and their two results 400, projection 200, queries, keys and values 200, the attention's result 100,
-    sums 8, gate and up 400, their product 200."""
-    assert layer_numbers(budget().spec) == 400 + 200 + 200 + 100 + 8 + 400 + 200 == 1508
+    sums 8, gate and up 400, their product 200. The results of the norms, queries and so on, and the product are made
+    again: 600."""
+    spec = budget().spec
+    assert layer_numbers(spec) == 400 + 200 + 200 + 100 + 8 + 400 + 200 == 1508
+    assert Recompute().kept_numbers(spec) == 15_080
+    assert Recompute(selective=True).kept_numbers(spec) == 9_080
+    assert Recompute(num_layers=4).kept_numbers(spec) == 6 * 1508 + 4 * 200
+    assert Recompute(True, 4).kept_numbers(spec) == 6 * 908 + 4 * 200
 
 
-def test_as_few_layers_as_the_budget_allows() -> None:
+def test_as_little_as_the_budget_allows() -> None:
     tokens = 100
-    full, inputs = 2 * tokens * 1508, 2 * tokens * 200
+    full, cheap, inputs = 2 * tokens * 1508, 2 * tokens * 908, 2 * tokens * 200
+    assert budget(max_bytes=10 * full).recompute_for(tokens) == Recompute()
+    assert budget(max_bytes=10 * full - 1).recompute_for(tokens) == Recompute(selective=True)
     for expected in range(11):
-        needed = (10 - expected) * full + expected * inputs
-        assert budget(max_bytes=needed).recomputed_for(tokens) == expected
+        needed = (10 - expected) * cheap + expected * inputs
+        assert budget(max_bytes=needed).recompute_for(tokens) == Recompute(True, expected)
         if expected:
-            assert budget(max_bytes=needed + full - inputs - 1).recomputed_for(tokens) == expected
-    assert budget(max_bytes=1).recomputed_for(tokens) == 10  # it cannot do more
-    assert budget(num_recomputed=4).recomputed_for(1) == 4
-    assert budget(num_recomputed=40).recomputed_for(1) == 10
+            assert budget(max_bytes=needed + cheap - inputs - 1).recompute_for(tokens) == Recompute(True, expected)
+    assert budget(max_bytes=1).recompute_for(tokens) == Recompute(True, 10)  # it cannot do more
+    assert budget(fixed=Recompute(num_layers=4)).recompute_for(1) == Recompute(num_layers=4)
+    assert budget(fixed=Recompute(num_layers=40)).recompute_for(1) == Recompute(num_layers=10)
 
 
 def test_tokens_of_a_micro_batch() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miles.ops import logprob
 from miles.ops.logprob import KeptIds, token_log_probs, top_log_probs
+from tests.unit.living import Living
 
 
 def plain(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -181,3 +182,15 @@ def test_the_most_likely_ids_and_their_log_probs() -> None:
     expected = (hidden @ head.T / 0.5).log_softmax(-1).sort(-1, descending=True)
     assert ids_TK.tolist() == expected.indices[:, :3].tolist()
     torch.testing.assert_close(log_probs_TK, expected.values[:, :3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_chunks_never_lie_side_by_side(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most two float32 numbers for each logit of one chunk, beside the gradients."""
+    monkeypatch.setattr(logprob, "SMALL_CHUNK_ELEMENTS", 0)
+    hidden_TD, head_VD, targets_T = inputs(12, 5000, 2, dtype=torch.float32)
+    with Living() as living:
+        log_probs_T, _ = token_log_probs(hidden_TD, head_VD, targets_T, temperature=temperature, chunk_size=4)
+        assert 0.99 < living.peak / (2 * 4 * 4 * 5000) < 1.01
+        log_probs_T.sum().backward()
+    assert 0.99 < living.peak / (2 * 4 * 4 * 5000 + 4 * 2 * 5000) < 1.01

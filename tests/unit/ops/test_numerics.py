@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from miles.model.activations import Recompute
 from miles.model.context import packed_context
 from miles.ops import numerics
 from miles.ops.logprob import token_log_probs
@@ -53,7 +54,7 @@ def test_layers_that_are_computed_again_use_the_operations_of_the_forward_pass()
     model = make_model(max_position_embeddings=200)
     with invariant():
         kept = scores_and_gradients(model)
-    model.num_recomputed = lambda num_tokens: 2
+    model.recompute_for = lambda num_tokens: Recompute(num_layers=2)
     ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     with invariant():
         hidden = model(ids, packed_context(LENGTHS, device="cpu"))

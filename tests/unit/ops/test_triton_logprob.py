@@ -5,14 +5,19 @@ Tolerance 1e-5: float32 sums over 9,000 terms.
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.ops.logprob import token_log_probs
 from tests.gpu.ops.references import log_probs_and_entropy, relative_error, require_interpreter
 
 require_interpreter()
 
+from miles.ops import triton_logprob  # noqa: E402
 from miles.ops.triton_logprob import chunk_grad_logits, chunk_log_probs, head_log_probs  # noqa: E402
 
 
@@ -59,3 +64,28 @@ def test_the_chunked_head_equals_the_plain_one(chunk_rows: int) -> None:
     wanted = torch.autograd.grad(plain, (hidden, head), grads)
     for one, other in zip(torch.autograd.grad(fused, (hidden, head), grads), wanted, strict=True):
         assert relative_error(one, other) < 1e-5
+
+
+def test_chunks_never_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are gone before the next ones come, and in the backward pass before the products with their gradient."""
+    alive: dict[str, list[StorageWeakRef]] = {"logits": [], "gradient": []}
+
+    def watched(name: str, freed: tuple[str, ...], makes: str | None) -> None:
+        function = getattr(triton_logprob, name)
+
+        def watch(*args: Any) -> Any:
+            gc.collect()  # the interpreter leaves cycles
+            assert all(storage.expired() for kind in freed for storage in alive[kind])
+            made = function(*args)
+            if makes is not None:
+                alive[makes].append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+        monkeypatch.setattr(triton_logprob, name, watch)
+
+    watched("project_float32", ("logits", "gradient"), "logits")
+    watched("chunk_grad_logits", ("gradient",), "gradient")
+    watched("add_product_float32", ("logits",), None)
+    hidden, head = torch.randn(6, 2, requires_grad=True), torch.randn(300, 2, requires_grad=True)
+    head_log_probs(hidden, head, torch.arange(6), temperature=0.8, chunk_rows=2)[0].sum().backward()
+    assert (len(alive["logits"]), len(alive["gradient"])) == (6, 3)

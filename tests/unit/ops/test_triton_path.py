@@ -13,12 +13,17 @@ from tests.gpu.ops.references import product_in_order, relative_error, require_i
 
 require_interpreter()
 
+from miles.config.lora_section import LoraConfig  # noqa: E402
 from miles.engine import sharing  # noqa: E402
+from miles.model.activations import Recompute, remade_numbers  # noqa: E402
 from miles.model.context import packed_context  # noqa: E402
 from miles.model.decoder import Decoder  # noqa: E402
+from miles.model.lora import add_lora  # noqa: E402
 from miles.ops import kernels  # noqa: E402
 from miles.ops.logprob import token_log_probs  # noqa: E402
+from miles.ops.numerics import invariant  # noqa: E402
 from tests.unit.engine.tiny import make_core, make_model, reference_answer, request, run_all  # noqa: E402
+from tests.unit.living import outcome  # noqa: E402
 
 LENGTHS = [3, 1, 6]
 SHAPE = {"head_dim": 32, "num_heads": 2, "num_kv_heads": 1}
@@ -41,6 +46,36 @@ def test_decoder_and_gradients(changes: dict[str, bool], monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "on_cpu_too", True)
     for actual, wanted in zip(scores_and_gradients(model), expected, strict=True):
         assert relative_error(actual, wanted) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "qk_norm", "exact"), [(2, True, False), (1, True, True), (1, False, False)], ids=str
+)
+def test_what_is_made_again_has_the_same_bits_and_is_not_kept(
+    num_layers: int, qk_norm: bool, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "on_cpu_too", True)
+    model = make_model(**SHAPE, num_layers=num_layers, qk_norm=qk_norm)
+    context = packed_context([4, 2, 1], device="cpu", heads=[0, 0, 0])
+    with invariant(exact):
+        expected, most = outcome(model, Recompute(), context)
+        found, kept = outcome(model, Recompute(selective=True), context)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert most - kept == 4 * 7 * num_layers * remade_numbers(model.spec)
+
+
+def test_adapters_get_the_same_gradients_from_what_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on_cpu_too", True)
+    model = make_model(**SHAPE, num_layers=1)
+    add_lora(model, LoraConfig(lora_rank=4), seed=1)
+    for name, parameter in model.named_parameters():
+        if ".b." in name:
+            parameter.data.normal_()
+    context = packed_context([3, 1], device="cpu")
+    expected, most = outcome(model, Recompute(), context)
+    found, kept = outcome(model, Recompute(selective=True), context)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert most - kept == 4 * 4 * (remade_numbers(model.spec) - model.spec.hidden_size)  # the embeddings are kept
 
 
 def test_an_answer_has_the_same_bits_when_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
