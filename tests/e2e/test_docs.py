@@ -17,7 +17,7 @@ from miles.cli.main import COMMANDS
 from miles.config.flags import FLAGS
 from miles.config.parse import parse_train
 from miles.config.sections import RunConfig
-from miles.model.activations import layer_numbers
+from miles.model.activations import Recompute
 from miles.observe.names import METRICS
 from miles.plan.machine import cpu_machine, gpu_machine
 from miles.plan.memory import DEFAULT_ROWS, Job, state_bytes, token_bytes
@@ -148,7 +148,8 @@ def test_sizes_are_those_of_the_code():
     assert f"{token_bytes(jobs[0].spec, 2):,} bytes a token" in text
     assert f"({num / 1e6:.0f} million)" in text
     assert f"takes {num * 18 / 2**30:.1f} GiB, and" in text
-    for name, again in (("Qwen3-0.6B", 0), ("Qwen3-4B", 0), ("Qwen3-4B", 36)):
-        spec = SHAPES[name]
-        numbers = (spec.num_layers - again) * layer_numbers(spec) + again * 2 * spec.hidden_size
-        assert f"{2 * numbers / 1e6:.1f} MB" in text
+    small, large = SHAPES["Qwen3-0.6B"], SHAPES["Qwen3-4B"]
+    for spec, again in ((small, Recompute()), (large, Recompute()), (large, Recompute(num_layers=36))):
+        assert f"{2 * again.kept_numbers(spec) / 1e6:.1f} MB" in text
+    left = [f"{2 * Recompute(selective=True).kept_numbers(spec) / 1e6:.1f}" for spec in (small, large)]
+    assert f"{' and '.join(left)} MB are left" in text
