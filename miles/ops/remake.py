@@ -28,23 +28,18 @@ def made_again(make: Callable[[], Any] | None, *tensors: Tensor) -> AbstractCont
 class _Again:
     def __init__(self, make: Callable[[], Any], tensors: tuple[Tensor, ...]) -> None:
         self.make, self.is_invariant = make, is_invariant()  # the backward pass can be on another thread
-        self.places = {_place(tensor): number for number, tensor in enumerate(tensors)}
+        self.places = {x.data_ptr(): (number, x.shape, x.stride()) for number, x in enumerate(tensors)}
         self.made: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        number = self.places.get(_place(tensor))
-        return tensor if number is None else number
+        number, *layout = self.places.get(tensor.data_ptr(), (0,))  # hooks see aliases
+        return number if layout == [tensor.shape, tensor.stride()] else tensor
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if packed not in self.made:
-            with torch.no_grad(), invariant(self.is_invariant):
+            with torch.no_grad(), invariant() if self.is_invariant else nullcontext():
                 made = self.make()
             self.made = dict(enumerate((made,) if isinstance(made, Tensor) else made))
         return self.made.pop(packed)  # who asks keeps it alive, and nobody else does
-
-
-def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    """The same for every alias: hooks see one."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -374,10 +374,8 @@ def _passing_bytes(job: Job) -> dict[str, int]:
         padding += again.selective * spec.qkv_size  # what is padded is not made again
     layers = again.kept_numbers(spec) + (spec.num_layers - again.num_layers) * padding
     around = tokens * (spec.hidden_size * itemsize + 2 * 4 * spec.head_dim)  # the last sum, and cosines and sines
-    layer = 4 * spec.intermediate_size + spec.qkv_size  # gradients, and what was made again
-    if again.num_layers:
-        layer += layer_numbers(spec) + padding
-    work = max(_head_bytes(job, batch.answers, limits.chunk_size), tokens * layer * itemsize)
+    whole = tokens * (layer_numbers(spec) + padding + 4 * spec.intermediate_size + spec.qkv_size) * itemsize
+    work = max(_head_bytes(job, batch.answers, limits.chunk_size), whole if again.num_layers else 0)
     return {"activations": tokens * layers * itemsize + around, "head or layer at work": work}
 
 
