@@ -60,8 +60,7 @@ class DecoderLayer(nn.Module):
         self, x_TD: Tensor, added_TD: Tensor | None, cos_T1H: Tensor, sin_T1H: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         if added_TD is None:
-            make = partial(self.attention_norm.forward, x_TD)
-            normed_TD = make()
+            normed_TD, make = self.attention_norm(x_TD), partial(self.attention_norm.forward, x_TD)
         else:
             normed_TD, x_TD = self.attention_norm.after_adding(x_TD, added_TD)
             make = partial(self.attention_norm.of_sum, x_TD)
