@@ -1,8 +1,10 @@
 """What a dynamic filter costs: rollouts whose filter drops half of the groups, beside plain ones on the same engine.
 
-Per pair: a plain rollout of 32 prompts, then one whose filter keeps a group by a fixed hash of its number. The plain
-time times prompts needed / 32 is the limit, where the prompts needed are those up to the last group that was taken.
-Wasted tokens are those of groups that were stopped or not needed.
+Per pair: a plain rollout of 32 prompts, then one whose filter keeps a group by a fixed hash of its number, then a plain
+one again. The plain ones write the very answers of the first 64 groups of the one between them, so that their mean time
+says what these answers cost on this machine at this time; times prompts needed / 32 it is what the ratio compares with,
+where the prompts needed are those up to the last group that was taken. Wasted tokens are those of groups that were
+stopped or not needed. No pair knows the prefixes of another, as after a change of weights.
 
     python benchmarks/over_sampling.py [--pairs 7] [--write FOLDER]
 """
@@ -17,7 +19,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -74,30 +76,39 @@ def measure(num_pairs: int) -> dict[str, Any]:
     plain, filtered = (make_producer(engine, tokenizer, filtered=filtered) for filtered in (False, True))
     pairs = []
 
+    async def timed(producer: Producer, number: int) -> tuple[float, list[list[Sample]]]:
+        engine.set_version(engine.version + 1)
+        start = time.perf_counter()
+        groups = await producer.collect(number)
+        return time.perf_counter() - start, groups
+
     async def run() -> None:
         begin = 0
         for number in range(num_pairs + 1):
-            start = time.perf_counter()
-            await plain.collect(number)
-            middle = time.perf_counter()
-            groups = await filtered.collect(number)
-            end = time.perf_counter()
+            plain.source.load_state_dict({**filtered.source.state_dict(), "drop_rate": 0.0})
+            before, _ = await timed(plain, number)
+            seconds, groups = await timed(filtered, number)
+            after, _ = await timed(plain, number)
             needed = groups[-1][0].group_index + 1 - begin
             begin += needed
-            seconds, limit = end - middle, (middle - start) * needed / BATCH
+            each = (before + after) / 2
             wasted = filtered.counts["rollout/wasted_token_ratio"]
             pairs.append(
-                {"plain": middle - start, "seconds": seconds, "limit": limit, "needed": needed, "wasted": wasted}
+                {"plain": each, "seconds": seconds, "limit": each * needed / BATCH, "needed": needed, "wasted": wasted}
             )
 
     with asyncio.Runner() as runner:
         runner.run(run())
     engine.close()
     pairs = pairs[1:]  # the first one warms up and learns the drop rate
+    ratios = [pair["seconds"] / pair["limit"] for pair in pairs]
+    low, _, high = quantiles(ratios, n=4)
     return {
         "seconds": round(median(pair["seconds"] for pair in pairs), 4),
         "limit_seconds": round(median(pair["limit"] for pair in pairs), 4),
-        "ratio": round(median(pair["seconds"] / pair["limit"] for pair in pairs), 3),
+        "ratio": round(median(ratios), 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+        "ratio_of_sums": round(sum(pair["seconds"] for pair in pairs) / sum(pair["limit"] for pair in pairs), 3),
         "wasted_token_share": round(sum(pair["wasted"] for pair in pairs) / len(pairs), 3),
         "pairs": [{name: round(value, 4) for name, value in pair.items()} for pair in pairs],
     }

@@ -6,6 +6,7 @@ N heads, H head size, S cache slots.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ class SampleStatus(str, enum.Enum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+PER_TOKEN = (  # lists of a sample that cover its response
+    *("loss_mask", "rollout_log_probs", "weight_versions"),
+    *("kept_token_ids", "top_token_ids", "top_log_probs"),
+)
 
 
 @dataclass(slots=True)
@@ -56,6 +63,16 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
+        """What lists per token hold never changes: a rollout, which copies many samples, does not go through them."""
+        copied = Sample(**{name: getattr(self, name) for name in self.__slots__})
+        for name in ("prompt", "label", "reward", "metadata"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        for name in ("tokens", *PER_TOKEN):
+            if (values := getattr(self, name)) is not None:
+                setattr(copied, name, list(values))
+        return copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,11 +38,15 @@ class Admission:
     @property
     def missing(self) -> int:
         """How many more groups are needed even if all that are being written pass."""
-        return self._wanted - (self.num_submitted - sum(not passes for passes in self._passes.values()))
+        return self._wanted - (self.num_submitted - self.num_dropped)
 
     @property
     def num_dropped(self) -> int:
-        return sum(not passes for passes in self._passes.values())
+        return self.num_finished - self.num_passed
+
+    @property
+    def num_passed(self) -> int:
+        return sum(self._passes.values())
 
     @property
     def num_finished(self) -> int:

@@ -16,10 +16,10 @@ from miles.errors import MilesError, PluginError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function
 from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub.common_filters import FilterOutput
-from miles.rollout.generate_hub.single_turn import PER_TOKEN, generate
+from miles.rollout.generate_hub.single_turn import generate
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
 from miles.rollout.hook_table import ARGUMENTS
-from miles.types import Sample, SampleStatus, SamplingParams, TrainSample
+from miles.types import PER_TOKEN, Sample, SampleStatus, SamplingParams, TrainSample
 
 HOOK_TIMEOUT_S = 3600.0
 FAILURE = "failure"  # where the metadata of a failed sample may say why

@@ -29,9 +29,10 @@ logger = get_logger(__name__)
 
 MAX_DROPPED_BATCHES = 30  # dropping more than so many times what is wanted ends the run
 MAX_DROP_RATE = 0.9  # that --over-sampling-batch-size auto plans for
-DROP_RATE_STEP = 0.5  # weight of the last rollout in it
-SPARE_DEVIATIONS = 0.8  # a second wave of a few groups takes longer than some groups more in the first
+DROP_RATE_STEP = 0.3  # weight of the last rollout in it; the first one says all there is to know
+PRIOR_BATCHES = 2  # that the drop rate so far weighs, against the groups of this rollout
 PARTIAL_SPARE = 1.5  # groups begun for one wanted, with --partial-rollout
+SPARE_DEVIATIONS = 0.8  # and some that may be dropped: what is left over goes on in the next rollout
 BEGUN = "start_rollout_id"  # where the metadata of a parked sample keeps the rollout that began it
 MAX_FAILED_SHARE = 0.1  # of the answers of a rollout; one failed answer is always tolerated
 Progress = Callable[[int, int], None]  # groups finished, groups in all
@@ -67,7 +68,7 @@ class Producer:
     ) -> None:
         self._config = config
         self._client = client
-        self._source = source
+        self.source = source
         self._rewards = rewards
         self._hooks = hooks
         self._max_context_len = max_context_len
@@ -108,7 +109,7 @@ class Producer:
         if self._config.rollout.mask_offpolicy_in_partial_rollout:
             mask_old_tokens(kept, version=self._client.version)
         kept.sort(key=lambda group: group[0].group_index)
-        await self._hooks.finish(kept, [group.samples for group in _written(chosen + dropped)], self._source)
+        await self._hooks.finish(kept, [group.samples for group in _written(chosen + dropped)], self.source)
         return kept
 
     async def _until_known(self, rollout_id: int, admission: Admission, jobs: list[_Job]) -> Outcome:
@@ -116,11 +117,11 @@ class Producer:
         finished: asyncio.Queue[int] = asyncio.Queue()
         wanted = self._config.rollout.rollout_batch_size
         while (outcome := admission.outcome()) is None:
-            if admission.missing > 0:
+            if count := self._batch_size(admission):
                 if admission.num_dropped >= MAX_DROPPED_BATCHES * wanted:
                     raise TrainError(_all_dropped(jobs, rollout_id))
                 check_failures(_written(jobs), what=f"rollout {rollout_id}", warn=False)
-                groups = self._source.next(self._batch_size(admission.missing))
+                groups = self.source.next(count)
                 numbers = admission.submit(len(groups))
                 jobs += [self._job(group) for group in groups]
                 for number in numbers:
@@ -138,16 +139,25 @@ class Producer:
         gives_back = self._hooks.filters and not self._partial
         return _Job(group, copy.deepcopy(group) if gives_back else None)
 
-    def _batch_size(self, missing: int) -> int:
-        """Groups to submit when `missing` more must pass."""
+    def _batch_size(self, admission: Admission) -> int:
+        """Groups to submit now: as many as should make up for those that will be dropped, as soon as that is known.
+
+        Waiting until all are decided would leave the engine with a few long answers, and again at the end of each
+        further batch; beginning more to be sure would waste them.
+        """
+        wanted, missing = self._config.rollout.rollout_batch_size, admission.missing
         given = self._config.rollout.over_sampling_batch_size
         if given is not None:
-            return given
+            return given if missing > 0 else 0
+        prior = PRIOR_BATCHES * wanted
+        dropped = (self.source.drop_rate * prior + admission.num_dropped) / (prior + admission.num_finished)
+        dropped = min(dropped, MAX_DROP_RATE)
         if self._partial:
-            missing = math.ceil(missing * PARTIAL_SPARE)
-        dropped = min(self._source.drop_rate, MAX_DROP_RATE)
-        deviation = math.sqrt(missing * dropped) / (1 - dropped)  # of the groups until so many have passed
-        return math.ceil(missing / (1 - dropped) + SPARE_DEVIATIONS * deviation)
+            missing = math.ceil(max(0, missing) * PARTIAL_SPARE)
+            deviation = math.sqrt(missing * dropped) / (1 - dropped)  # of the groups until so many have passed
+            return math.ceil(missing / (1 - dropped) + SPARE_DEVIATIONS * deviation)
+        expected = admission.num_passed + (1 - dropped) * (admission.num_submitted - admission.num_finished)
+        return math.ceil(max(0.0, wanted - expected) / (1 - dropped) - 1e-9)
 
     async def _work(self, rollout_id: int, number: int, job: _Job, finished: asyncio.Queue[int]) -> None:
         try:
@@ -200,20 +210,21 @@ class Producer:
     def _park(self, spare: list[_Job], rollout_id: int) -> None:
         """Give groups back that nobody needed: with what they have (partial rollout), or as they were."""
         if not self._partial:
-            self._source.park(job.untouched for job in spare if job.untouched is not None)
+            self.source.park(job.untouched for job in spare if job.untouched is not None)
             return
         for job in spare:
             for sample in job.group:
                 sample.metadata.setdefault(BEGUN, rollout_id)
-        self._source.park(job.group for job in spare)
+        self.source.park(job.group for job in spare)
 
     def _note_pass_rates(self, jobs: list[_Job]) -> None:
         key = self._config.reward.reward_key
         scored = [group.samples for group in _written(jobs) if group.samples]
-        self._source.note((group[0], statistics.fmean(raw_accuracy(s, key) for s in group)) for group in scored)
+        self.source.note((group[0], statistics.fmean(raw_accuracy(s, key) for s in group)) for group in scored)
 
     def _note_drops(self, *, num_dropped: int, num_kept: int) -> None:
-        self._source.drop_rate += DROP_RATE_STEP * (num_dropped / (num_dropped + num_kept) - self._source.drop_rate)
+        rate, step = self.source.drop_rate, DROP_RATE_STEP if self.source.drop_rate else 1.0
+        self.source.drop_rate = rate + step * (num_dropped / (num_dropped + num_kept) - rate)
 
     def _count(self, jobs: list[_Job], chosen: list[_Job], dropped: list[_Job], spare: list[_Job]) -> dict[str, float]:
         written, cut_off = _written(chosen + dropped), [sample for job in spare for sample in job.group]

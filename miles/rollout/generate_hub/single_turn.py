@@ -8,12 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from miles.rollout.client import EngineClient
-from miles.types import FinishReason, Sample, SampleStatus, SamplingParams
-
-PER_TOKEN = (
-    *("loss_mask", "rollout_log_probs", "weight_versions"),
-    *("kept_token_ids", "top_token_ids", "top_log_probs"),
-)
+from miles.types import PER_TOKEN, FinishReason, Sample, SampleStatus, SamplingParams
 
 _STATUS = {
     FinishReason.STOP: SampleStatus.COMPLETED,

@@ -111,8 +111,8 @@ def test_dropped_groups_are_replaced_counted_by_reason_and_what_is_trained_on_fo
     assert counts["rollout/dynamic_filter/drop_zero_std_1.0"] == 1.0
     assert counts["rollout/dynamic_filter/drop_zero_std_0.0"] == 1.0
     assert counts["rollout/raw_reward_unfiltered"] == (1 + 1 + 0 + 1) / 4  # of the first two groups
-    assert counts["rollout/num_groups_submitted"] == 4.0
-    assert buffer.drop_rate == 0.25
+    assert counts["rollout/num_groups_submitted"] == 5.0
+    assert buffer.drop_rate == 0.5
     for name in counts:
         names.check(name)
 
@@ -157,14 +157,29 @@ def test_auto_submits_by_the_drop_rate_and_a_resumed_run_knows_it() -> None:
     producer, buffer = make_producer(generator)
     buffer.load_state_dict({**buffer.state_dict(), "drop_rate": 0.5})
     asyncio.run(producer.collect(0))
-    assert [len(submit) for submit in generator.submits] == [12]  # 4 groups are expected to do, and 2 are spare
-    assert buffer.state_dict()["drop_rate"] == 0.25
+    assert [len(submit) for submit in generator.submits] == [8]  # 4 groups are expected to do
+    assert buffer.state_dict()["drop_rate"] == 0.35
+
+
+def test_a_dropped_group_is_replaced_while_others_are_still_written() -> None:
+    async def run() -> None:
+        generator = FakeGenerator(by_prompt({0: (1.0, 1.0)}), hold=[2])
+        producer, _ = make_producer(generator)
+        collecting = asyncio.create_task(producer.collect(0))
+        await asyncio.sleep(0.05)
+        asked = [request.prompt_ids[0] for submit in generator.submits[1:] for request in submit[::2]]
+        assert asked == [2, 3]  # by one drop among so few groups, one more is not expected to do
+        generator.release(2)
+        groups = await collecting
+        assert [group[0].group_index for group in groups] == [1, 2]
+
+    asyncio.run(run())
 
 
 def test_a_filter_that_drops_everything_ends_the_run() -> None:
     generator = FakeGenerator(by_prompt({prompt: (0.0, 0.0) for prompt in range(12)}))
     producer, _ = make_producer(generator)
-    with pytest.raises(TrainError, match=r"dropped 6\d groups \(6\d for zero_std_0.0\).*too hard or too easy"):
+    with pytest.raises(TrainError, match=r"dropped [67]\d groups \([67]\d for zero_std_0.0\).*too hard or too easy"):
         asyncio.run(producer.collect(0))
 
 
