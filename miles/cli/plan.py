@@ -132,7 +132,6 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
     memory, disk = estimate(job), disk_of(job, num_rollout=num_rollout)
     limits = job.limits
     batch = job.micro_batch(limits.max_tokens)
-    again = limits.activations.recompute_for(batch.tokens)
     best = fastest(job)
     as_set, with_changes = largest_models(job)
     report: dict[str, Any] = {
@@ -144,7 +143,7 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
         "cache_tokens": memory.cache_tokens,
         "micro_batch": {
             "max_tokens": limits.max_tokens, "tokens": batch.tokens, "number": batch.number,
-            "recompute": asdict(again),
+            "recompute": asdict(limits.activations.recompute_for(batch.tokens)),
         },
         "seconds": {**asdict(seconds := step_seconds(job, memory)), "step": seconds.step},
         "disk": {**asdict(disk), "needed_bytes": disk.needed_bytes},

@@ -34,9 +34,7 @@ class Recompute:
     num_layers: int = 0
 
     def __str__(self) -> str:
-        whole = [f"{self.num_layers} layers"] if self.num_layers else []
-        parts = [f"cheap parts of {'the others' if whole else 'each layer'}"] if self.selective else []
-        return f"computed again: {' and '.join(whole + parts) or 'nothing'}"
+        return f"computed again: {self.num_layers} layers{', cheap parts of the others' * self.selective}"
 
     def kept_numbers(self, spec: ModelSpec) -> int:
         """Numbers that all layers keep of a token."""
@@ -67,8 +65,6 @@ class ActivationBudget:
     def default_tokens(self, *, fewest: int) -> int:
         """Token budget of a micro-batch: what fits without computing anything again; `fewest`, for which layers are,
         when that is less; and at least 512 and at most 32,768 whatever fits."""
-        fits, fits_recomputed = (
-            self.max_bytes // (self.bytes_per_number * again.kept_numbers(self.spec))
-            for again in (Recompute(), Recompute(num_layers=self.spec.num_layers))
-        )
+        most, ways = self.max_bytes // self.bytes_per_number, (Recompute(), Recompute(False, self.spec.num_layers))
+        fits, fits_recomputed = (most // again.kept_numbers(self.spec) for again in ways)
         return min(max(fits, min(fewest, fits_recomputed), 512), 32768)

@@ -221,9 +221,8 @@ def trainer_limits(
         chunk_size = default_chunk_size(spec, memory_bytes=int(GPU_LOGITS_SHARE * gpu_bytes))
     budget = ActivationBudget(spec, itemsize, max_bytes, fixed_recompute(config.memory, spec.num_layers))
     fewest = FEWEST_TOKENS["cpu" if gpu_bytes is None else "cuda"]
-    max_tokens = config.batch.max_tokens_per_gpu or replace(budget, max_bytes=packed_bytes).default_tokens(
-        fewest=fewest
-    )
+    packed = replace(budget, max_bytes=packed_bytes)
+    max_tokens = config.batch.max_tokens_per_gpu or packed.default_tokens(fewest=fewest)
     return Limits(max_tokens, config.batch.log_probs_chunk_size or chunk_size, budget)
 
 
@@ -231,9 +230,8 @@ def fixed_recompute(memory: MemoryConfig, num_layers: int) -> Recompute | None:
     """What the flags want computed again of the model's layers; None: as much as memory asks for."""
     if memory.recompute_num_layers is not None and memory.recompute_method != "uniform":
         return Recompute(num_layers=min(memory.recompute_num_layers, num_layers))
-    return {"full": Recompute(num_layers=num_layers), "selective": Recompute(selective=True), None: None}[
-        memory.recompute_granularity
-    ]
+    by_name = {"full": Recompute(num_layers=num_layers), "selective": Recompute(selective=True)}
+    return by_name.get(memory.recompute_granularity or "")
 
 
 def default_chunk_size(spec: ModelSpec, *, memory_bytes: int) -> int:
@@ -383,11 +381,11 @@ def _head_bytes(job: Job, answers: int, chunk_size: int) -> int:
     """The logits of a chunk, float32, and their gradient; the gradient of the head, and the hidden states with
     theirs."""
     spec = job.spec
-    small = 4 * 2**20 // spec.vocab_size  # as many logits are never cut into chunks: `ops/logprob.py`
-    rows = min(max(chunk_size, small), answers)
+    # As many logits as that are never cut into chunks: `ops/logprob.py`.
+    rows = min(max(chunk_size, 4 * 2**20 // spec.vocab_size), answers)
     logits = (6 if job.machine.on_gpu else 8) * rows
-    num_gradients = 1 if job.machine.on_gpu else 2  # a CPU's heap does not give the head's place to the embedding's
-    gradients = num_gradients * 4 * spec.vocab_size
+    # The heap of a CPU does not give the place of the head's gradient to the embedding's.
+    gradients = (1 if job.machine.on_gpu else 2) * 4 * spec.vocab_size
     return logits * spec.vocab_size + spec.hidden_size * (gradients + 2 * answers * job.itemsize)
 
 

@@ -74,6 +74,6 @@ def _update(job: Job, forward_s: float) -> float:
     moments_s = moments / BUS_BYTES_PER_S if on_bus else 2 * moments / job.machine.copy_bytes_per_s
     updated_s = UPDATED_BYTES * num / job.machine.copy_bytes_per_s
     passes = (2 if config.lora.is_on else 3) + again.num_layers / spec.num_layers  # frozen weights have no gradient
-    moved = 2 * remade_numbers(spec) * job.itemsize * batch.tokens  # read and written again
-    layer_s = TRAIN_LAYER_S + again.selective * moved / job.machine.copy_bytes_per_s
+    moved = again.selective * 2 * remade_numbers(spec) * job.itemsize * batch.tokens  # read and written again
+    layer_s = TRAIN_LAYER_S + moved / job.machine.copy_bytes_per_s
     return passes * forward_s + num_micro * spec.num_layers * layer_s + added_s + moments_s + updated_s
