@@ -59,6 +59,7 @@ class Sample:
     top_token_ids: list[np.ndarray] | None = None  # per token: the most likely ids, for score centering
     top_log_probs: list[np.ndarray] | None = None  # their log-probs
     cached_tokens: int = 0  # prompt tokens served from the prefix index
+    generate_function_path: str | None = None  # writes this sample, in place of --custom-generate-function-path
 
     @property
     def prompt_length(self) -> int:

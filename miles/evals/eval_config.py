@@ -31,6 +31,7 @@ class SetSettings:
     max_response_len: int | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,6 +43,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("name", "path", "rm_type", "input_key", "label_key", "tool_key", "metadata_key"), str),
     **dict.fromkeys(("n_samples_per_eval_prompt", "top_k", "max_response_len"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
+    "custom_generate_function_path": str,
     "stop": _list_of(str),
     "stop_token_ids": _list_of(int),
     "metadata_overrides": dict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from miles.evals.passk import pass_metrics
 from miles.evals.suites import EvalSuite
 from miles.rollout.client import EngineClient
 from miles.rollout.group import WrittenGroup, write_group
-from miles.rollout.hook_inputs import RolloutFnEvalOutput
+from miles.rollout.hook_inputs import EvalSkip, RolloutFnEvalOutput
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import has_repetition, mean, summary
 from miles.rollout.noise import EVAL_STREAM, noise_key
@@ -83,8 +84,10 @@ async def evaluate(
     return EvalResult(metrics, flat)
 
 
-def from_function(output: RolloutFnEvalOutput) -> EvalResult:
+def from_function(output: RolloutFnEvalOutput | EvalSkip) -> EvalResult:
     """The result of an evaluation by a hook: the mean reward of each set, and its own metrics."""
+    if isinstance(output, EvalSkip):
+        return EvalResult({f"eval/skipped_{re.sub('[^a-z0-9_]+', '_', output.reason.lower())}": 1.0}, {})
     means = {f"eval/{name}": mean(data["rewards"]) for name, data in output.data.items()}
     return EvalResult(means | output.metrics, {name: data.get("samples", []) for name, data in output.data.items()})
 

@@ -10,6 +10,7 @@ from miles.config.sections import RunConfig
 from miles.data.prompts import LabelCheck, PromptFlags, PromptSet, load_prompts
 from miles.errors import ConfigError
 from miles.evals.eval_config import SetSettings, read_eval_config
+from miles.plugins import load_function
 from miles.text.tokenizer import Tokenizer
 from miles.types import SamplingParams
 
@@ -83,9 +84,12 @@ def _load(
         hooks=config.hooks,
         flags=flags,
     )
-    prompts = list(loaded.prompts)
+    writer, prompts = one.custom_generate_function_path, list(loaded.prompts)
+    if writer is not None:  # found wrong before the run
+        load_function(writer, flag=f"{source}, set {one.name}, custom_generate_function_path")
     for sample in prompts:
         sample.metadata |= overrides
+        sample.generate_function_path = writer
     base = eval_sampling(config)
     sampling = dataclasses.replace(
         base,

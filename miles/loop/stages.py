@@ -163,12 +163,12 @@ def evaluate_if_due(run: Run) -> None:
     if not run.complete(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
         log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
-    logger.info(f"evaluation after {run.num_done} rollouts: {scores}")
+    logger.info(f"evaluation after {run.num_done} rollouts: {scores or 'skipped by the hook'}")
     run.metrics.write(run.num_done, outcome.metrics, kind="eval")
     samples = run.folder.path / "samples" / f"eval_{run.num_done}.parquet"
     write_samples(samples, outcome.samples, reward_key=run.config.reward.reward_key)
     run.evaluated_at = run.num_done
-    run.score = fmean(outcome.metrics[f"eval/{name}"] for name in outcome.samples)
+    run.score = fmean(outcome.metrics[f"eval/{name}"] for name in outcome.samples) if outcome.samples else None
     if run.engine is not None:
         # Keys and values of shared prompts would be reused: equal to the last bits only, so an evaluation, or a resume
         # without it, would change training.

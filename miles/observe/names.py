@@ -181,6 +181,7 @@ _EVAL: dict[str, Metric] = {
     "eval/<set>/repetition_frac": Metric("share", "answers longer than 10,000 characters whose end repeats itself"),
     "eval/<set>/truncated_ratio": Metric("share", "answers that met a length limit"),
     "eval/<set>/num_answers": Metric("answers", "answers graded"),
+    "eval/skipped_<reason>": Metric("evaluations", "1 where --eval-function-path left one out with EvalSkip"),
 }
 
 METRICS: dict[str, Metric] = {**_ROLLOUT, **_TRAIN, **_PERF, **_EVAL}

@@ -87,6 +87,7 @@ def to_row(sample: Sample, *, reward_key: str | None = None) -> dict[str, Any]:
         "reward": reward if isinstance(reward, (dict, int)) else None,
         "remove_sample": sample.remove_sample or None,
         "cached_tokens": sample.cached_tokens or None,
+        "generate_function_path": sample.generate_function_path,
     }
     return {
         "group_index": sample.group_index,
@@ -125,6 +126,7 @@ def from_row(row: Mapping[str, Any]) -> Sample:
         top_log_probs=_arrays(row["top_log_probs"], np.float32),
         remove_sample=exact.get("remove_sample", False),
         cached_tokens=exact.get("cached_tokens", 0),
+        generate_function_path=exact.get("generate_function_path"),
     )
 
 

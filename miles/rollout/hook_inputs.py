@@ -121,6 +121,13 @@ class RolloutFnEvalOutput:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class EvalSkip:
+    """Given back in place of a `RolloutFnEvalOutput`: there is no evaluation this time."""
+
+    reason: str = "custom"
+
+
 def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
     """The settings of an answer as old hooks get them."""
     return {item.name: getattr(sampling, item.name) for item in dataclasses.fields(sampling)}

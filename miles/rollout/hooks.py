@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,11 +41,11 @@ _TRAIN_COLUMNS = {
 class Hook:
     """One function of the user, plain or async. Whatever it does wrong becomes a `PluginError` with its line."""
 
-    def __init__(self, name: str, path: str, thread: HookThread) -> None:
+    def __init__(self, name: str, path: str, thread: HookThread, arguments: tuple[str, ...] | None = None) -> None:
         self.flag, self.path, self._thread = FLAGS[name].spelling, path, thread
         self.function = load_function(path, flag=self.flag)
         if name not in _SEVERAL_SIGNATURES:
-            check_signature(self.function, *ARGUMENTS[name], path=path, flag=self.flag)
+            check_signature(self.function, *(arguments or ARGUMENTS[name]), path=path, flag=self.flag)
 
     async def __call__(self, *arguments: Any) -> Any:
         return await self.run(self.function, *arguments)
@@ -77,28 +78,27 @@ class RolloutHooks:
     def __init__(self, config: RunConfig) -> None:
         self.args = Args(config)
         self._thread = HookThread("rollout-hooks")
-        hooks = config.hooks
-        self._filter = self._load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
-        self._generate = self._load("custom_generate_function_path", hooks.custom_generate_function_path)
-        self._load("generate_execute_tool_function_path", hooks.generate_execute_tool_function_path)
-        self._load("custom_agent_function_path", hooks.custom_agent_function_path)
-        self._load("session_message_matcher", hooks.session_message_matcher)
-        self._load("session_sample_picker_path", hooks.session_sample_picker_path)
-        self._load("session_sample_postprocessor_path", hooks.session_sample_postprocessor_path)
-        self._sample_filter = self._load("rollout_sample_filter_path", hooks.rollout_sample_filter_path)
-        self._all_samples = self._load("rollout_all_samples_process_path", hooks.rollout_all_samples_process_path)
-        self._post_process = self._load("custom_reward_post_process_path", hooks.custom_reward_post_process_path)
-        self._convert = self._load(
-            "custom_convert_samples_to_train_data_path", hooks.custom_convert_samples_to_train_data_path
-        )
-        self._log = self._load("custom_rollout_log_function_path", hooks.custom_rollout_log_function_path)
-        self._eval_log = self._load(
-            "custom_eval_rollout_log_function_path", hooks.custom_eval_rollout_log_function_path
-        )
-        self._buffer_filter = self._load("buffer_filter_path", hooks.buffer_filter_path)
-        self.source = self._load("data_source_path", hooks.data_source_path)
-        self.rollout = self._load("rollout_function_path", hooks.rollout_function_path)
-        self.evaluation = self._load("eval_function_path", hooks.eval_function_path)
+        load, own = self._load, config.hooks
+        self._filter = load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
+        writer = load("custom_generate_function_path", own.custom_generate_function_path)
+        self._writers: dict[str | None, Hook | None] = {None: writer}  # by `generate_function_path` of a sample
+        load("generate_execute_tool_function_path", own.generate_execute_tool_function_path)
+        agent, self._abort = load("custom_agent_function_path", own.custom_agent_function_path), None
+        if agent is not None and hasattr(sys.modules[module := agent.path.rpartition(".")[0]], "abort"):
+            self._abort = Hook("custom_agent_function_path", f"{module}.abort", self._thread, ("args",))
+        load("session_message_matcher", own.session_message_matcher)
+        load("session_sample_picker_path", own.session_sample_picker_path)
+        load("session_sample_postprocessor_path", own.session_sample_postprocessor_path)
+        self._sample_filter = load("rollout_sample_filter_path", own.rollout_sample_filter_path)
+        self._all_samples = load("rollout_all_samples_process_path", own.rollout_all_samples_process_path)
+        self._post_process = load("custom_reward_post_process_path", own.custom_reward_post_process_path)
+        self._convert = load("custom_convert_samples_to_train_data_path", own.custom_convert_samples_to_train_data_path)
+        self._log = load("custom_rollout_log_function_path", own.custom_rollout_log_function_path)
+        self._eval_log = load("custom_eval_rollout_log_function_path", own.custom_eval_rollout_log_function_path)
+        self._buffer_filter = load("buffer_filter_path", own.buffer_filter_path)
+        self.source = load("data_source_path", own.data_source_path)
+        self.rollout = load("rollout_function_path", own.rollout_function_path)
+        self.evaluation = load("eval_function_path", own.eval_function_path)
 
     def _load(self, name: str, path: str | None) -> Hook | None:
         return None if path is None else Hook(name, path, self._thread)
@@ -146,26 +146,30 @@ class RolloutHooks:
     ) -> str | None:
         """Write one answer of a group, by the hook when there is one, which may put several rows in its place.
         Returns why that failed, or None."""
-        if self._generate is None:
+        path = sample.generate_function_path
+        if path not in self._writers:
+            self._writers[path] = self._load("custom_generate_function_path", path)
+        hook = self._writers[path]
+        if hook is None:
             return await generate(client, sample, sampling, noise_key=noise_key, max_context_len=max_context_len)
         if sample.status in _ENDED:
             return None
         state = GenerateState(self.args, client, noise_key=noise_key, max_context_len=max_context_len)
         origin = {name: sample.metadata[name] for name in (ROW, SET) if name in sample.metadata}
-        parameters = list(inspect.signature(self._generate.function).parameters)
+        parameters = list(inspect.signature(hook.function).parameters)
         try:
             if len(parameters) >= 3 and parameters[0] != "input":
                 given: list[Any] = [self.args, sample, sampling_dict(sampling)]
-                output = await self._generate(*given, *([evaluation] if "evaluation" in parameters else []))
+                output = await hook(*given, *([evaluation] if "evaluation" in parameters else []))
             else:
-                output = await self._generate(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
+                output = await hook(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
         finally:
             state.close()
         output = output.samples if isinstance(output, GenerateFnOutput) else output
         rows = output if isinstance(output, list) else [output]
         problem = next((text for row in rows if (text := _problem_of(row))), None if rows else "returned nothing")
         if problem is not None:
-            raise self._generate.wrong(f"{problem} for sample {sample.index}")
+            raise hook.wrong(f"{problem} for sample {sample.index}")
         for row in rows:
             row.group_index, row.index = sample.group_index, sample.index
             row.metadata |= origin
@@ -174,6 +178,11 @@ class RolloutHooks:
         group.extend(rows[1:])
         failed = next((row for row in rows if row.status is SampleStatus.FAILED), None)
         return None if failed is None else str(failed.metadata.get(FAILURE, "the hook gave up"))
+
+    async def stop_agents(self) -> None:
+        """Tell the module of the agent that the rollout has enough: what its programs still do is not needed."""
+        if self._abort is not None:
+            await self._abort(self.args)
 
     async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
         """The hooks that see a full rollout; they may edit samples in place."""

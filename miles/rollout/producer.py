@@ -191,6 +191,7 @@ class Producer:
             if not self._partial:
                 for task in running:
                     task.cancel()
+            await self._hooks.stop_agents()
             for ended in await asyncio.gather(*running, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended

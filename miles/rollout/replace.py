@@ -10,6 +10,7 @@ from typing import Any
 from miles.data.buffer import GroupBuffer
 from miles.rollout.client import EngineClient
 from miles.rollout.hook_inputs import (
+    EvalSkip,
     GenerateState,
     RolloutFnConstructorInput,
     RolloutFnEvalInput,
@@ -83,8 +84,8 @@ class RolloutFunction:
             raise self._hook.wrong("must return a list of groups of samples")
         return samples
 
-    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput | EvalSkip:
         output = await self.call(RolloutFnEvalInput(rollout_id, self._client.version))
-        if not isinstance(output, RolloutFnEvalOutput):
-            raise self._hook.wrong(f"must return a RolloutFnEvalOutput, not a {type(output).__name__}")
+        if not isinstance(output, (RolloutFnEvalOutput, EvalSkip)):
+            raise self._hook.wrong(f"must return a RolloutFnEvalOutput or an EvalSkip, not a {type(output).__name__}")
         return output

@@ -63,7 +63,9 @@ def test_examples_run(miles, names):
         assert record["train/num_tokens"] < 8 * record["rollout/response_lengths"]  # one answer is masked
         assert abs(record["rollout/rewards"]) < 1e-6
     if "eval-function-path" in names:
-        assert records(miles.run, "eval")[-1]["eval/mine"] == 3.0 and record["rollout/response_lengths"] <= 4
+        first, last = records(miles.run, "eval")
+        assert first["eval/skipped_before_training"] == 1.0 and "eval/mine" not in first
+        assert last["eval/mine"] == 3.0 and record["rollout/response_lengths"] <= 4
         assert record["rollout/rewards"] == pytest.approx(record["rollout/raw_reward"] - 0.5, abs=1e-6)
     assert set(EXAMPLES) == {name for names in RUNS for name in names}
 

@@ -18,13 +18,12 @@ from miles.plugins import call_apart, describe_error, load_function
 from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import NUM_TURNS, TOOL_TIME
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
-from miles.rollout.hooks import FAILURE, HOOK_TIMEOUT_S
+from miles.rollout.hooks import FAILURE
 from miles.rollout.reward_value import checked_reward
 from miles.router.endpoint import Endpoint
 from miles.types import Sample, SampleStatus
 
 AGENT_FLAG = "--custom-agent-function-path"
-AGENT_TIMEOUT_S = HOOK_TIMEOUT_S - 600  # before the run would end
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
@@ -41,7 +40,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     matcher = args.session_message_matcher
     matches = None if matcher is None else load_function(matcher, flag="--session-message-matcher")
     conversations = Conversations(input.state, sample, input.sampling_params, matches)
-    start, failure, limit = time.perf_counter(), None, asyncio.timeout(AGENT_TIMEOUT_S)
+    start, failure, limit = time.perf_counter(), None, asyncio.timeout(args.custom_agent_timeout)
     with _endpoint().session(conversations.answer) as base_url:
         kwargs = {
             "base_url": base_url,
@@ -54,7 +53,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
             async with limit:
                 returned = await (program(**kwargs) if is_async else call_apart(program, **kwargs))
         except Exception as error:  # fault boundary: a program can raise anything
-            late = f"{AGENT_FLAG} did not return within {AGENT_TIMEOUT_S:g} s"
+            late = f"{AGENT_FLAG} did not return within {args.custom_agent_timeout:g} s"
             returned, failure = {}, late if limit.expired() else describe_error(error, function=program)
     rows = conversations.end()  # raises when the engine has failed
     if not rows or (failure is not None and all(row.status is SampleStatus.COMPLETED for row in rows)):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles.errors import DataError, EngineError, RequestError
+from miles.rollout.generate_hub.single_turn import STATUS
 from miles.rollout.hook_inputs import GenerateState
 from miles.rollout.hooks import FAILURE
 from miles.text.tokens import TokenLog, following_ids, keeps_thinking
@@ -35,12 +36,6 @@ _FIXED = {  # taken at this value only
     **{"frequency_penalty": 0, "presence_penalty": 0},
 }
 MAX_STOPS = 64  # the engine looks for each of them after every token
-_STATUS = {
-    FinishReason.STOP: SampleStatus.COMPLETED,
-    FinishReason.LENGTH: SampleStatus.TRUNCATED,
-    FinishReason.ABORT: SampleStatus.ABORTED,
-    FinishReason.ERROR: SampleStatus.FAILED,
-}
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Row:
 
 
 class Conversations:
-    """What stands behind the address of a sample. `num_turns` and `seconds` count what the model wrote,
+    """What stands behind the address of a sample. `num_turns` counts what the model wrote, `seconds` when it did,
     `refusal` says what a request was last refused for. `matches` says whether a message came back as it was."""
 
     def __init__(
@@ -69,7 +64,7 @@ class Conversations:
         self._state, self._sample, self._matches = state, sample, matches or _same
         self._sampling = SamplingParams(**sampling_params)
         self._rows: list[Row] = []
-        self.num_turns, self.seconds = 0, 0.0
+        self.num_turns, self._num_writing, self._seconds, self._since = 0, 0, 0.0, 0.0
         self._lock = threading.Lock()  # a row ends in another thread than it is written in
         self._has_ended = False
         self._engine_error: EngineError | None = None
@@ -197,14 +192,15 @@ class Conversations:
                 code="context_length_exceeded",
             )
         sampling = dataclasses.replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
-        row.busy, start = True, time.perf_counter()
+        row.busy = True
+        self._note_writing(1)
         try:
             result = await self._state.generate([*sample.tokens, *given], sampling, noise_key=row.noise_key)
         except EngineError as error:
             self._engine_error = error
             raise RequestError(str(error), status=503) from error
         finally:
-            self.seconds += time.perf_counter() - start
+            self._note_writing(-1)
         with self._lock:
             if self._has_ended:
                 raise RequestError("the program that was given this address has ended", status=404)
@@ -213,7 +209,7 @@ class Conversations:
             TokenLog(sample).append_written(result)
             self.num_turns += 1
             full = len(result.output_ids) == room
-            sample.status = _STATUS[result.finish_reason]
+            sample.status = STATUS[result.finish_reason]
             if result.finish_reason is FinishReason.LENGTH and not full:  # the request's own limit: one may go on
                 sample.status = SampleStatus.COMPLETED
         if result.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -221,6 +217,14 @@ class Conversations:
             raise RequestError(result.error or "the rollout was stopped", status=503, code=result.finish_reason.value)
         row.busy = False
         return result
+
+    @property
+    def seconds(self) -> float:
+        """Time in which at least one turn was being written."""
+        return self._seconds + (time.perf_counter() - self._since if self._num_writing else 0.0)
+
+    def _note_writing(self, more: int) -> None:
+        self._seconds, self._since, self._num_writing = self.seconds, time.perf_counter(), self._num_writing + more
 
     def _read_sampling(self, body: dict[str, Any]) -> SamplingParams:
         """The run's sampling with the request's own limit and stops. Whatever would change the distribution is refused:

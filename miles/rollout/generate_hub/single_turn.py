@@ -10,7 +10,7 @@ import numpy as np
 from miles.rollout.client import EngineClient
 from miles.types import PER_TOKEN, FinishReason, Sample, SampleStatus, SamplingParams
 
-_STATUS = {
+STATUS = {
     FinishReason.STOP: SampleStatus.COMPLETED,
     FinishReason.LENGTH: SampleStatus.TRUNCATED,
     FinishReason.ABORT: SampleStatus.ABORTED,
@@ -42,7 +42,7 @@ async def generate(
     sample.top_token_ids = _joined(sample.top_token_ids, result.top_token_ids)
     sample.top_log_probs = _joined(sample.top_log_probs, result.top_log_probs)
     sample.cached_tokens += result.cached_tokens
-    sample.status = _STATUS[result.finish_reason]
+    sample.status = STATUS[result.finish_reason]
     return (result.error or "no reason given") if sample.status is SampleStatus.FAILED else None
 
 

@@ -17,7 +17,7 @@ GOOD = """
 eval:
   defaults: {temperature: 0.5, n_samples_per_eval_prompt: 4, label_key: answer}
   datasets:
-    - {name: easy, path: DATA, rm_type: exact, top_k: 1}
+    - {name: easy, path: DATA, rm_type: exact, top_k: 1, custom_generate_function_path: os.path.join}
     - {name: hard, path: DATA, temperature: 1e-1, stop: ["x"], max_response_len: 7, metadata_overrides: {level: 3}}
 """
 
@@ -36,6 +36,10 @@ def test_a_set_goes_before_the_defaults_and_these_before_the_flags(tmp_path: Pat
     assert easy.data.prompts[0].metadata == {"rm_type": "exact"} and easy.data.prompts[0].label == "7"
     assert (hard.sampling.temperature, hard.sampling.stop, hard.sampling.max_new_tokens) == (0.1, ("x",), 7)
     assert hard.data.prompts[0].metadata == {"level": 3}
+    assert (easy.data.prompts[0].generate_function_path, hard.data.prompts[0].generate_function_path) == (
+        "os.path.join",
+        None,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import copy
 import datetime
 import json
 from decimal import Decimal
@@ -58,6 +59,7 @@ def test_whatever_a_sample_holds_comes_back_equal(tmp_path):
         metadata={"start_rollout_id": 3},
         remove_sample=True,
         cached_tokens=7,
+        generate_function_path="mine.generate",
         status=SampleStatus.ABORTED,
         kept_token_ids=[np.array([4, 5], dtype=np.int32), np.array([], dtype=np.int32)],
         top_log_probs=[np.array([-0.1, -3.3], dtype=np.float32)],
@@ -71,6 +73,18 @@ def test_whatever_a_sample_holds_comes_back_equal(tmp_path):
             assert [(a.tolist(), a.dtype) for a in arrays] == [(a.tolist(), a.dtype) for a in expected]
             setattr(read, name, expected)
         assert read == sample
+
+
+def test_a_copy_of_a_sample_shares_nothing_that_can_change():
+    sample = Sample(prompt=[{"role": "user"}], tokens=[5, 6], metadata={"a": [1]}, loss_mask=[1], cached_tokens=7)
+    copied = copy.deepcopy(sample)
+    assert copied == sample
+    copied.prompt[0]["role"] = "tool"
+    copied.tokens.append(7)
+    copied.metadata["a"].append(2)
+    copied.loss_mask[0] = 0
+    assert (sample.prompt, sample.tokens, sample.metadata) == ([{"role": "user"}], [5, 6], {"a": [1]})
+    assert sample.loss_mask == [1]
 
 
 def test_a_file_of_samples_that_is_not_there(tmp_path):

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from miles.config.flags import Args, with_values
 from miles.config.sections import RunConfig
 from miles.errors import ConfigError, EngineError, RequestError, RewardError
 from miles.rollout.client import EngineClient
-from miles.rollout.generate_hub import agentic_tool_call
+from miles.rollout.generate_hub import conversation
 from miles.rollout.generate_hub.agentic_tool_call import generate
 from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import tool_numbers
@@ -78,7 +79,7 @@ def write(
     limit: int = 400,
     prompt: Any = "hi",
     generator: FakeGenerator | None = None,
-    **flags: str,
+    **flags: Any,
 ) -> list[Sample]:
     async def run() -> list[Sample]:
         client = EngineClient(generator or FakeGenerator(answers), answers.tokenizer)
@@ -528,18 +529,50 @@ def test_field_note_36_ten_thousand_random_sequences_stay_exact_in_conversations
     assert asyncio.run(run()) > 1000
 
 
-def test_a_program_that_does_not_return_loses_its_sample(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agentic_tool_call, "AGENT_TIMEOUT_S", 0.3)
+def test_a_program_that_does_not_return_loses_its_sample(tokenizer: Tokenizer) -> None:
     hangs = threading.Event()
 
     def program(base_url: str, **_: Any) -> None:
         chat(base_url, [HELLO])
         hangs.wait()
 
-    (row,) = write(Answers(tokenizer, "one"), program)
+    (row,) = write(Answers(tokenizer, "one"), program, custom_agent_timeout=0.3)
     assert row.status is SampleStatus.FAILED
     assert row.metadata["failure"] == "--custom-agent-function-path did not return within 0.3 s"
     hangs.set()
+
+
+def test_tool_time_is_when_no_turn_is_being_written(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests from 1 to 5 and from 2 to 4: the model writes for 4 s, not for 6."""
+    now = 1.0
+    monkeypatch.setattr(conversation, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time))
+
+    async def run() -> Conversations:
+        nonlocal now
+        generator = FakeGenerator(Answers(tokenizer, "two", "one"), hold=[0, 1])
+        args = Args(RunConfig())
+        state = GenerateState(args, EngineClient(generator, tokenizer), noise_key=7, max_context_len=1000)
+        talk = Conversations(state, Sample(prompt="hi"), sampling_dict(SamplingParams(max_new_tokens=400)))
+
+        async def ask() -> asyncio.Task[Any]:
+            asking = asyncio.create_task(talk.answer("v1/chat/completions", {"messages": [HELLO]}))
+            await asyncio.sleep(0.01)
+            return asking
+
+        first = await ask()
+        now = 2.0
+        second = await ask()
+        now = 4.0
+        assert talk.seconds == 3.0  # of what is still being written too
+        generator.release(1)
+        await second
+        now = 5.0
+        generator.release(0)
+        await first
+        now = 9.0
+        return talk
+
+    assert asyncio.run(run()).seconds == 4.0
 
 
 def by_role(stored_message: dict[str, Any], replayed_message: dict[str, Any]) -> bool:

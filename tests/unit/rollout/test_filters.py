@@ -37,6 +37,17 @@ def boom(args: Any, group: list[Sample]) -> bool:
     return bool(group[5])
 
 
+ABORTED: list[int] = []
+
+
+def program(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """An agent that is only there for the `abort` beside it."""
+
+
+async def abort(args: Any) -> None:
+    ABORTED.append(args.rollout_batch_size)
+
+
 async def keep_async(args: Any, group: list[Sample]) -> bool:
     return args.n_samples_per_prompt == 2
 
@@ -137,9 +148,12 @@ def test_admission_does_not_depend_on_when_groups_finish() -> None:
 def test_surplus_requests_are_stopped_at_once_and_their_prompts_come_again_untouched() -> None:
     async def run() -> None:
         generator = FakeGenerator(by_prompt({}), hold=[5, 6])
-        producer, buffer = make_producer(generator, over_sampling_batch_size=4)
+        agent = {"custom_agent_function_path": f"{__name__}.program"}
+        producer, buffer = make_producer(generator, over_sampling_batch_size=4, **agent)
+        ABORTED.clear()
         groups = await producer.collect(0)
         assert [group[0].group_index for group in groups] == [0, 1]
+        assert ABORTED == [2]  # the function beside the agent was told, once
         assert sorted(generator.aborted) == [5, 6] and generator.in_flight == {}
         assert len(asyncio.all_tasks()) == 1
         assert producer.counts["rollout/num_aborted"] == 2.0

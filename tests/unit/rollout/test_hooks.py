@@ -73,9 +73,12 @@ def unknown_column(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"reward": [1.0] * len(samples)}
 
 
-def write(function: str) -> list[Sample]:
-    hooks = RolloutHooks(with_values(RunConfig(), {"custom_generate_function_path": HERE + function}))
+def write(function: str | None, *, last: str | None = None) -> list[Sample]:
+    """What the run's function makes of two samples, or of the first when the `last` one has its own."""
+    path = None if function is None else HERE + function
+    hooks = RolloutHooks(with_values(RunConfig(), {"custom_generate_function_path": path}))
     group = [Sample(group_index=3, index=i, tokens=[1]) for i in (6, 7)]
+    group[1].generate_function_path = last
 
     async def score(samples: list[Sample]) -> None:
         for sample in samples:
@@ -118,6 +121,14 @@ def test_a_prompt_can_become_several_rows_of_its_group_in_a_fixed_order() -> Non
         (7, 3, "7"),
         (7, 3, "7 again"),
     ]
+
+
+@pytest.mark.parametrize(("function", "first"), [(None, ["ok"]), ("forgets", ["2"])])
+def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]) -> None:
+    rows = write(function, last=HERE + "two_rows")
+    assert [row.response for row in rows] == [*first, "7", "7 again"]
+    with pytest.raises(PluginError, match="has no function two_row; did you mean"):
+        write(function, last=HERE + "two_row")
 
 
 @pytest.mark.parametrize(
