@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,16 +50,23 @@ def packed_context(
     Sequence b continues sequence `heads[b]`, or none when that is b. A head continues none, and those that continue it
     follow it directly.
     """
-    length_B = torch.tensor(lengths, dtype=torch.int64)
-    end_B = length_B.cumsum(0)
+    length_B = np.array(lengths, dtype=np.int64)
+    end_B = length_B.cumsum()
     start_B, groups_B2 = end_B - length_B, None
     if heads is not None:
-        last = list(range(len(heads)))
-        for sequence, head in enumerate(heads):
-            last[head] = sequence
-        groups_B2 = torch.tensor([heads, last], dtype=torch.int32).T.contiguous().to(device)
-        head_B = torch.tensor(heads)
-        start_B = start_B - length_B[head_B] * (head_B != torch.arange(len(heads)))
-    positions_T = torch.arange(int(end_B[-1])) - start_B.repeat_interleave(length_B)
-    cu_seqlens = torch.nn.functional.pad(end_B, (1, 0)).to(torch.int32)
-    return ForwardContext(positions_T.to(device), cu_seqlens.to(device), max(lengths), groups_B2=groups_B2)
+        head_B, place_B = np.array(heads), np.arange(len(heads))
+        last_B = place_B.copy()
+        last_B[head_B] = place_B  # of those that continue a head the last one stays
+        groups_B2 = on_device(np.stack((head_B, last_B), 1).astype(np.int32), device)
+        start_B = start_B - length_B[head_B] * (head_B != place_B)
+    positions_T = on_device(np.arange(end_B[-1]) - start_B.repeat(length_B), device)
+    cu_seqlens = on_device(np.concatenate(([0], end_B)).astype(np.int32), device)
+    return ForwardContext(positions_T, cu_seqlens, max(lengths), groups_B2=groups_B2)
+
+
+def on_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A copy on the device. On a GPU, nothing waits for it: from memory that is not pinned the host would."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

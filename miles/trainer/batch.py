@@ -18,26 +18,26 @@ import torch
 from torch import Tensor
 
 from miles.errors import NotFiniteError
-from miles.model.context import ForwardContext, packed_context
+from miles.model.context import ForwardContext, on_device, packed_context
 from miles.ops.logprob import KeptIds
 from miles.trainer.packing import MICRO_BATCH_COST, Bundle, bundles, pack
 from miles.trainer.partition import TopLogProbs
 from miles.types import TrainSample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """The trained tokens of one sample. Place `rows[i]` of the sample's tokens predicts `ids[i]`, among the ids
-    `kept[i]` when top-k, top-p or min-p had cut the others."""
+    """The trained tokens of one sample. Place `rows[i]` of its tokens predicts `ids[i]`. The decoder must read the
+    `inputs`: up to the last place that predicts something. All int64.
 
-    ids: list[int]
-    rows: list[int]
-    kept: list[np.ndarray] | None = None
+    When top-k, top-p or min-p had cut the other ids, `kept` has the ids of all kept sets, one after the other (int32),
+    and how many each has.
+    """
 
-    @property
-    def num_inputs(self) -> int:
-        """Tokens that the decoder must read: up to the last place that predicts something."""
-        return self.rows[-1] + 1 if self.rows else 0
+    inputs: np.ndarray
+    ids: np.ndarray
+    rows: np.ndarray
+    kept: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths_S.sum())
+        return sum(len(target.ids) for target in self.targets)  # without waiting for the device
 
     @property
     def sample_R(self) -> Tensor:
@@ -65,7 +65,7 @@ class TokenBatch:
 
     def part(self, start: int, stop: int) -> tuple[TokenBatch, slice]:
         """Samples `start` to `stop - 1`, and where their tokens lie in the vectors of this batch."""
-        first, last = int(self.lengths_S[:start].sum()), int(self.lengths_S[:stop].sum())
+        first, last = (sum(len(target.ids) for target in self.targets[:end]) for end in (start, stop))
         rollout, top, places = self.rollout_log_probs_R, self.engine_top, slice(first, last)
         part = TokenBatch(
             self.samples[start:stop],
@@ -101,18 +101,14 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
     lengths_S = torch.tensor([len(target.ids) for target in targets], dtype=torch.int64, device=device)
     if samples and all(sample.rollout_log_probs is None for sample in samples):
         return TokenBatch(list(samples), targets, lengths_S, None)
-    rollout_log_probs: list[np.ndarray] = []
-    broken: list[int] = []
-    for sample in samples:
-        rollout_log_probs.append(np.array(_trained(sample, sample.rollout_log_probs, "log-probs"), dtype=np.float32))
-        if not np.isfinite(rollout_log_probs[-1]).all():
-            broken.append(sample.index)
-    if broken:
+    by_sample = [np.array(_trained(s, s.rollout_log_probs, "log-probs"), dtype=np.float32) for s in samples]
+    rollout_R = np.concatenate(by_sample or [np.zeros(0, np.float32)])
+    if not np.isfinite(rollout_R).all():
+        broken = [s.index for s, values in zip(samples, by_sample, strict=True) if not np.isfinite(values).all()]
         raise NotFiniteError(
             f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated", broken
         )
-    rollout_log_probs_R = torch.from_numpy(np.concatenate(rollout_log_probs or [np.zeros(0, np.float32)])).to(device)
-    return TokenBatch(list(samples), targets, lengths_S, rollout_log_probs_R, _engine_top(samples, device))
+    return TokenBatch(list(samples), targets, lengths_S, on_device(rollout_R, device), _engine_top(samples, device))
 
 
 def micro_batches(
@@ -129,20 +125,20 @@ def micro_batches(
     With `share` the samples of a group that are in the same micro-batch compute their common prompt once, unless groups
     that stay together fill the micro-batches so badly that it takes longer.
     """
-    members = [i for i in members if batch.targets[i].ids]
-    starts_S = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
+    members = [i for i in members if len(batch.targets[i].ids)]
+    starts = list(itertools.accumulate((len(target.ids) for target in batch.targets), initial=0))
     choices = [[Bundle([i]) for i in members]]
     if share:
         choices.append(_bundles(batch, members, max_tokens, max_samples))
     packings = [_pack(batch, bundled, max_tokens, max_samples) for bundled in choices]
     packed, _ = min(packings, key=lambda packing: packing[1])
-    return [_micro_batch(batch, bundled, starts_S, learns=learns) for bundled in packed]
+    return [_micro_batch(batch, bundled, starts, learns=learns) for bundled in packed]
 
 
 def in_flat_order(micro_batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
     """Values per token of each micro-batch, which together cover a batch, as one vector in its flat order."""
-    order_R = torch.cat([micro_batch.places_R for micro_batch in micro_batches]).argsort()
-    return torch.cat(list(values))[order_R]
+    packed = torch.cat(list(values))
+    return torch.empty_like(packed).index_copy_(0, torch.cat([one.places_R for one in micro_batches]), packed)
 
 
 def name_samples(indices: Sequence[int], most: int = 20) -> str:
@@ -154,14 +150,24 @@ def name_samples(indices: Sequence[int], most: int = 20) -> str:
 def _targets(sample: TrainSample) -> Targets:
     length, start = sample.response_length, len(sample.tokens) - sample.response_length
     assert len(sample.loss_mask) == length, f"sample {sample.index}: loss mask and response differ in length"
-    trained = (start + np.flatnonzero(sample.loss_mask)).tolist()
-    assert not trained or trained[0] > 0, f"sample {sample.index}: its first token has nothing to be predicted from"
-    ids = sample.tokens[start:] if len(trained) == length else [sample.tokens[place] for place in trained]
-    kept = None if sample.kept_token_ids is None else _trained(sample, sample.kept_token_ids, "kept sets")
-    if kept is not None:
-        lost = [token for token, token_ids in zip(ids, kept, strict=True) if token not in token_ids]
-        assert not lost, f"sample {sample.index}: the drawn tokens {lost[:5]} are not among the kept ones"
-    return Targets(ids, [place - 1 for place in trained], kept)
+    trained = np.arange(length) if all(sample.loss_mask) else np.flatnonzero(sample.loss_mask)
+    rows = start - 1 + trained
+    assert len(rows) == 0 or rows[0] >= 0, f"sample {sample.index}: its first token has nothing to be predicted from"
+    tokens = np.array(sample.tokens, dtype=np.int64)
+    ids = tokens[rows + 1]
+    return Targets(tokens[: rows[-1] + 1 if len(rows) else 0], ids, rows, _kept_sets(sample, ids))
+
+
+def _kept_sets(sample: TrainSample, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    if sample.kept_token_ids is None:
+        return None
+    kept = _trained(sample, sample.kept_token_ids, "kept sets")
+    counts = np.array([len(token_ids) for token_ids in kept], dtype=np.int64)
+    flat = np.concatenate([*kept, np.zeros(0, np.int32)]).astype(np.int32)
+    hits = np.concatenate(([0], np.cumsum(flat == np.repeat(ids, counts))))
+    found = np.diff(hits[counts.cumsum()], prepend=0)
+    assert found.all(), f"sample {sample.index}: the drawn tokens {ids[found == 0][:5]} are not among the kept ones"
+    return flat, counts
 
 
 def _trained(sample: TrainSample, values: list[Any] | None, what: str) -> list[Any]:
@@ -182,8 +188,9 @@ def _engine_top(samples: Sequence[TrainSample], device: torch.device) -> TopLogP
     log_probs = [row for sample in samples for row in _trained(sample, sample.top_log_probs, "their log-probs")]
     if not ids:
         return None
-    ids_RK = torch.from_numpy(np.stack(ids)).to(device=device, dtype=torch.int64)
-    return TopLogProbs(ids_RK, torch.from_numpy(np.stack(log_probs)).to(device))
+    # `stack` would make a view of each row.
+    ids_RK, log_probs_RK = (on_device(np.concatenate(rows).reshape(len(ids), -1), device) for rows in (ids, log_probs))
+    return TopLogProbs(ids_RK.long(), log_probs_RK)
 
 
 def _bundles(batch: TokenBatch, members: Sequence[int], max_tokens: int, max_samples: int | None) -> list[Bundle]:
@@ -191,13 +198,9 @@ def _bundles(batch: TokenBatch, members: Sequence[int], max_tokens: int, max_sam
     for _, group in itertools.groupby(members, lambda i: batch.samples[i].group_index):
         mine = list(group)
         targets = [batch.targets[i] for i in mine]
-        made = bundles(
-            [batch.samples[i].tokens for i in mine],
-            [target.rows[0] for target in targets],
-            [target.num_inputs for target in targets],
-            max_tokens=max_tokens,
-            max_samples=max_samples,
-        )
+        tokens, first_rows = [batch.samples[i].tokens for i in mine], [int(target.rows[0]) for target in targets]
+        lengths = [len(target.inputs) for target in targets]
+        made = bundles(tokens, first_rows, lengths, max_tokens=max_tokens, max_samples=max_samples)
         bundled += [Bundle([mine[i] for i in bundle.members], bundle.num_shared) for bundle in made]
     return bundled
 
@@ -207,7 +210,7 @@ def _pack(
 ) -> tuple[list[list[Bundle]], int]:
     """Micro-batches, and their cost in tokens."""
     lengths = [
-        bundle.num_shared + sum(batch.targets[i].num_inputs - bundle.num_shared for i in bundle.members)
+        bundle.num_shared + sum(len(batch.targets[i].inputs) - bundle.num_shared for i in bundle.members)
         for bundle in bundled
     ]
     if max_samples is not None and bundled:
@@ -216,9 +219,9 @@ def _pack(
     return [[bundled[i] for i in chosen] for chosen in packed], sum(lengths) + MICRO_BATCH_COST * len(packed)
 
 
-def _micro_batch(batch: TokenBatch, bundled: list[Bundle], starts_S: list[int], *, learns: bool) -> MicroBatch:
+def _micro_batch(batch: TokenBatch, bundled: list[Bundle], starts: list[int], *, learns: bool) -> MicroBatch:
     device = batch.lengths_S.device
-    pieces: list[list[int]] = []  # token ids of each sequence
+    pieces: list[np.ndarray] = []  # token ids of each sequence
     heads: list[int] = []
     rows: list[np.ndarray] = []
     reads: list[tuple[int, int]] = []
@@ -226,43 +229,33 @@ def _micro_batch(batch: TokenBatch, bundled: list[Bundle], starts_S: list[int], 
     for bundle in bundled:
         head, num_shared = len(heads), bundle.num_shared
         if num_shared:
-            pieces.append(batch.samples[bundle.members[0]].tokens[:num_shared])
+            pieces.append(batch.targets[bundle.members[0]].inputs[:num_shared])
             heads.append(head)
             first += num_shared
         for place, i in enumerate(bundle.members):
             target = batch.targets[i]
-            pieces.append(batch.samples[i].tokens[num_shared : target.num_inputs])
+            pieces.append(target.inputs[num_shared:])
             heads.append(head)
-            rows.append(first - num_shared + np.array(target.rows, dtype=np.int64))
-            reads.append((target.num_inputs, num_shared if place else 0))
-            first += target.num_inputs - num_shared
-
-    def upload(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
-    def integers(numbers: list[int]) -> np.ndarray:
-        return np.array(numbers, dtype=np.int64)
-
+            rows.append(first - num_shared + target.rows)
+            reads.append((len(target.inputs), num_shared if place else 0))
+            first += len(target.inputs) - num_shared
     members = [i for bundle in bundled for i in bundle.members]
     targets = [batch.targets[i] for i in members]
     shares = any(bundle.num_shared for bundle in bundled)
-    return MicroBatch(
-        input_ids_T=upload([integers(ids) for ids in pieces]),
-        context=packed_context([len(ids) for ids in pieces], device=device, heads=heads if shares else None),
-        rows_R=upload(rows),
-        targets_R=upload([integers(target.ids) for target in targets]),
-        places_R=upload([starts_S[i] + np.arange(len(batch.targets[i].ids)) for i in members]),
-        lengths_S=upload([integers([len(target.ids) for target in targets])]),
-        kept=_kept_ids(targets, device),
-        learns=learns,
-        reads=reads,
-    )
+    ids, places = [target.ids for target in targets], [np.arange(starts[i], starts[i + 1]) for i in members]
+    vectors = [np.concatenate(parts) for parts in (ids, pieces, rows, places)] + [np.array([len(part) for part in ids])]
+    # In one copy. The targets come first: kernels are compiled anew for a vector that is not at 16 bytes.
+    moved = on_device(np.concatenate(vectors), device).split([len(vector) for vector in vectors])
+    targets_R, input_ids_T, rows_R, places_R, lengths_S = moved
+    context = packed_context([len(part) for part in pieces], device=device, heads=heads if shares else None)
+    kept = _kept_ids(targets, device)
+    return MicroBatch(input_ids_T, context, rows_R, targets_R, places_R, lengths_S, kept, learns, reads)
 
 
 def _kept_ids(targets: Sequence[Targets], device: torch.device) -> KeptIds | None:
-    if all(target.kept is None for target in targets):
+    kept = [target.kept for target in targets if target.kept is not None]
+    if not kept:
         return None
-    sets = [token_ids for target in targets for token_ids in target.kept or ()]
-    assert len(sets) == sum(len(target.ids) for target in targets), "either all answers have kept sets or none"
-    bounds = np.cumsum([0, *map(len, sets)])
-    return KeptIds(torch.from_numpy(np.concatenate(sets).astype(np.int32)).to(device), bounds)
+    assert len(kept) == len(targets), "either all answers have kept sets or none"
+    flat, counts = zip(*kept, strict=True)
+    return KeptIds(on_device(np.concatenate(flat), device), np.concatenate(([0], *counts)).cumsum())

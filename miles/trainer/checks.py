@@ -42,7 +42,7 @@ def rescore_in_another_packing(
     model: Decoder, scorer: Scorer, batch: TokenBatch, config: RunConfig, *, max_tokens: int
 ) -> dict[str, float]:
     """Metrics of the comparison of packs of up to `max_tokens` with single answers. `TrainError` beyond a limit."""
-    trained = [i for i, target in enumerate(batch.targets) if target.ids]
+    trained = [i for i, target in enumerate(batch.targets) if len(target.ids)]
     share = config.batch.share_prompts_in_training
     every = 1 if share else max(len(trained) // NUM_CHECKED, 1)  # neighbours share a prompt
     chosen = trained[::every][:NUM_CHECKED]

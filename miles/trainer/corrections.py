@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.config.sections import AlgorithmConfig
-from miles.trainer.ratios import LOG_RATIO_LIMIT, answer_means, answer_sums, log_ratio
+from miles.trainer.ratios import LOG_RATIO_LIMIT, answer_means, answer_sums, log_ratio, on_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def token_tis(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
 
 def sequence_tis(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
     """One weight per answer, the product of its w, kept within the limits."""
-    return limits.clamp(_answer_weight(answer_sums(log_w_R, lengths_S), lengths_S))
+    return limits.clamp(_answer_weight(answer_sums(log_w_R, lengths_S), log_w_R, lengths_S))
 
 
 def icepop(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
@@ -49,12 +49,12 @@ def icepop(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
 def sequence_masked(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
     """One weight per answer, the product of its w, and 0 for an answer outside of the limits. Sequence-level masked
     importance sampling, "When Speed Kills Stability", 2025."""
-    return limits.drop_outside(_answer_weight(answer_sums(log_w_R, lengths_S), lengths_S))
+    return limits.drop_outside(_answer_weight(answer_sums(log_w_R, lengths_S), log_w_R, lengths_S))
 
 
 def geometric(log_w_R: Tensor, lengths_S: Tensor, limits: Limits) -> Tensor:
     """One weight per answer, the geometric mean of its w, and 0 for an answer outside of the limits."""
-    return limits.drop_outside(_answer_weight(answer_means(log_w_R, lengths_S), lengths_S))
+    return limits.drop_outside(_answer_weight(answer_means(log_w_R, lengths_S), log_w_R, lengths_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ def correction_weights(
 def vetoed(old_R: Tensor, rollout_R: Tensor, lengths_S: Tensor, *, threshold: float) -> Tensor:
     """1 on every token of an answer that has a token with w below the threshold: text of another policy."""
     below_R = (log_ratio(old_R.detach(), rollout_R).exp() < threshold).to(old_R.dtype)
-    return (answer_sums(below_R, lengths_S) > 0).to(old_R.dtype).repeat_interleave(lengths_S)
+    return on_tokens((answer_sums(below_R, lengths_S) > 0).to(old_R.dtype), lengths_S, len(old_R))
 
 
 def off_policy_masked(log_ratio_R: Tensor, advantages_R: Tensor, lengths_S: Tensor, *, delta: float) -> Tensor:
     """1 on the tokens with A < 0 of an answer whose mean log(old / new) is above delta. OPSM, arXiv 2512.02556."""
     far_S = answer_means(-log_ratio_R, lengths_S) > delta
-    return (far_S.repeat_interleave(lengths_S) & (advantages_R < 0)).to(log_ratio_R.dtype)
+    return (on_tokens(far_S, lengths_S, len(log_ratio_R)) & (advantages_R < 0)).to(log_ratio_R.dtype)
 
 
-def _answer_weight(log_weights_S: Tensor, lengths_S: Tensor) -> Tensor:
-    return log_weights_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().repeat_interleave(lengths_S)
+def _answer_weight(log_weights_S: Tensor, log_w_R: Tensor, lengths_S: Tensor) -> Tensor:
+    return on_tokens(log_weights_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), lengths_S, len(log_w_R))

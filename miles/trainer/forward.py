@@ -68,20 +68,16 @@ class Scorer:
     @torch.no_grad()
     def top_all(self, model: Decoder, micro_batches: Sequence[MicroBatch], num_top: int) -> TopLogProbs:
         """The most likely tokens at every place of a batch, in its flat order."""
-        ids, log_probs = zip(
-            *(
-                top_log_probs(
-                    self._hidden(model, micro_batch),
-                    model.head_weight,
-                    num_top,
-                    temperature=self.temperature,
-                    chunk_size=self.chunk_size,
-                    kept=micro_batch.kept,
-                )
-                for micro_batch in micro_batches
-            ),
-            strict=True,
-        )
+        scored = [
+            top_log_probs(
+                *(self._hidden(model, micro_batch), model.head_weight, num_top),
+                temperature=self.temperature,
+                chunk_size=self.chunk_size,
+                kept=micro_batch.kept,
+            )
+            for micro_batch in micro_batches
+        ]
+        ids, log_probs = zip(*scored, strict=True)
         return TopLogProbs(in_flat_order(micro_batches, ids), in_flat_order(micro_batches, log_probs))
 
     def _hidden(self, model: Decoder, micro_batch: MicroBatch, **lora: Any) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles.trainer.ratios import answer_means
+from miles.trainer.ratios import answer_means, on_tokens
 
 
 def clipped_surrogate(
@@ -33,7 +33,7 @@ def answer_log_ratio(log_ratio_R: Tensor, lengths_S: Tensor) -> Tensor:
     """The mean log-ratio of the answer on each of its tokens, with the gradient of the token's own. GSPO,
     arXiv 2507.18071: log s_i + log pi - sg(log pi), whose sum over an answer has the gradient of L_i log s_i.
     """
-    means_R = answer_means(log_ratio_R, lengths_S).repeat_interleave(lengths_S)
+    means_R = on_tokens(answer_means(log_ratio_R, lengths_S), lengths_S, len(log_ratio_R))
     return means_R + (log_ratio_R - log_ratio_R.detach())
 
 

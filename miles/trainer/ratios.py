@@ -20,7 +20,13 @@ def answer_sums(values_R: Tensor, lengths_S: Tensor) -> Tensor:
     """Sum over the tokens of each answer, without a gradient; the same bits on every repeat, on a GPU too."""
     if len(lengths_S) == 0:
         return values_R.new_zeros(0)
-    return torch.segment_reduce(values_R.detach(), "sum", lengths=lengths_S, initial=0.0)
+    # On a GPU the check of the lengths would wait for it.
+    return torch.segment_reduce(values_R.detach(), "sum", lengths=lengths_S, initial=0.0, unsafe=values_R.is_cuda)
+
+
+def on_tokens(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:
+    """The number of each answer on all of its tokens. Told how many there are, nothing waits for a GPU."""
+    return values_S.repeat_interleave(lengths_S, output_size=num_tokens)
 
 
 def answer_means(values_R: Tensor, lengths_S: Tensor) -> Tensor:

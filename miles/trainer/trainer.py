@@ -99,15 +99,14 @@ class LocalTrainer:
 
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
         """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite or not plausible."""
-        for sample in samples:
-            newest = max(sample.weight_versions or [weight_version])
-            assert newest <= weight_version, f"sample {sample.index} has weight version {newest}, now {weight_version}"
+        versions = {weight_version}.union(*(sample.weight_versions or () for sample in samples))
+        assert max(versions) <= weight_version, f"tokens of weight version {max(versions)}, now {weight_version}"
         self._check_kept_sets(samples)
         with self._timers.span("data_preprocess"):
             batch, num_broken = self._batch(canonical_order(samples))
             advantages_S, scored_S = self._advantages(batch)
             steps = step_bounds(len(samples), self.config.batch)
-            age = self._note_age(samples, weight_version)
+            age = self._note_age(weight_version - min(versions))
         checked = self._check_packing(batch)
         judged = Judged()
         if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
@@ -246,10 +245,8 @@ class LocalTrainer:
                 "scored over all tokens every ratio would be wrong. Use an engine that returns them, or no cut"
             )
 
-    def _note_age(self, samples: Sequence[TrainSample], weight_version: int) -> int:
+    def _note_age(self, age: int) -> int:
         """Versions between the oldest token and the weights. When that grows, say what is done and what is advised."""
-        oldest = min((min(s.weight_versions) for s in samples if s.weight_versions), default=weight_version)
-        age = weight_version - oldest
         if age > self._oldest_age and self.is_policy:
             correction = correction_in_use(self.config.algorithm, oldest_age=age)
             if self._oldest_age == 0:

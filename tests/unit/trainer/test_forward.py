@@ -78,10 +78,23 @@ def test_part_of_a_batch_is_the_batch_of_the_part(make_samples) -> None:
     samples[4].loss_mask = [0] * samples[4].response_length
     whole, own = token_batch(samples, CPU), token_batch(samples[3:9], CPU)
     part, places = whole.part(3, 9)
-    assert part.targets == own.targets
+    for mine, theirs in zip(part.targets, own.targets, strict=True):
+        assert mine.ids.tolist() == theirs.ids.tolist() and mine.rows.tolist() == theirs.rows.tolist()
     assert part.lengths_S.tolist() == own.lengths_S.tolist()
     assert part.sample_R.tolist() == own.sample_R.tolist()
     assert whole.rollout_log_probs_R[places].tolist() == own.rollout_log_probs_R.tolist()
+
+
+def test_vectors_of_a_micro_batch_fit_and_kernels_find_the_targets_at_16_bytes(make_samples) -> None:
+    samples = make_samples(lengths=[3, 6, 5, 2, 7, 4, 1, 3, 5, 2, 8, 3])
+    packed = micro_batches(token_batch(samples, CPU), range(len(samples)), max_tokens=31)
+    assert len(packed) > 2
+    for one in packed:
+        context = packed_context(one.context.cu_seqlens.diff().tolist(), device="cpu")
+        assert one.context.positions_T.tolist() == context.positions_T.tolist()
+        assert one.context.cu_seqlens.dtype == torch.int32 and one.context.cu_seqlens[-1] == len(one.input_ids_T)
+        assert one.targets_R.data_ptr() % 16 == 0
+        assert one.lengths_S.sum() == len(one.rows_R) == len(one.targets_R) == len(one.places_R)
 
 
 def test_engine_log_probs_that_are_not_finite_are_an_error_unless_masked(make_samples) -> None:
