@@ -3,6 +3,7 @@
 import json
 import signal
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,9 @@ def test_a_killed_lora_run_ends_as_one_that_was_not(miles, server, tmp_path_fact
     assert miles.train(**LORA).code == 0
     assert_same(miles.state(), whole.state())
 
+    for version in range(4):
+        for row in pyarrow.parquet.read_table(whole.run / "samples" / f"rollout_{version}.parquet").to_pylist():
+            assert row["weight_versions"] == [version] * row["response_length"]
     last = whole.run / "checkpoints" / "iter_0000004"
     saved = load_file(last / "adapter" / "adapter_model.safetensors")
     exported = load_file(whole.folder / "adapter" / "adapter_model.safetensors")

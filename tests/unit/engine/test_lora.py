@@ -9,7 +9,7 @@ from miles.config.lora_section import LoraConfig
 from miles.model.decoder import Decoder
 from miles.model.lora import PEFT_PREFIX, add_lora, to_peft
 from miles.model.names import from_hf, to_hf
-from tests.unit.engine.tiny import make_core, make_model, reference_answer, request, run_all
+from tests.unit.engine.tiny import full_logits, make_core, make_model, reference_answer, request, run_all
 
 LORA = LoraConfig(lora_rank=2, lora_alpha=3.0)
 
@@ -58,3 +58,26 @@ def test_answers_are_those_of_the_adapters_of_now(family: str) -> None:
             assert got.log_probs == pytest.approx(log_probs, abs=1e-4)
             assert set(got.weight_versions) == {version}  # field note 32: every token names its adapter
     assert len({tuple(found[0].log_probs) for found in answers}) == 3
+
+
+def test_each_token_of_an_answer_names_the_adapters_it_was_drawn_with() -> None:
+    model = make_model()
+    add_lora(model, LORA, seed=0)
+    update(model, seed=3)
+    core = make_core(model)
+    core.set_version(3)
+    wanted = request(0, [2, 3, 4, 5, 6, 7], 9, ignore_eos=True)
+    core.add([wanted])
+    for _ in range(4):
+        core.step()
+    core.pause("retract")
+    by_version = {3: merged(model)}
+    update(model, seed=4)
+    core.set_version(4)
+    by_version[4] = merged(model)
+    result = run_all(core)[0]
+    assert result.weight_versions == [3] * 4 + [4] * 5
+    start = len(wanted.prompt_ids)
+    for place, (token, version) in enumerate(zip(result.output_ids, result.weight_versions, strict=True)):
+        logits = full_logits(by_version[version], [*wanted.prompt_ids, *result.output_ids])[start + place - 1]
+        assert result.log_probs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
