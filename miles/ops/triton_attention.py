@@ -11,6 +11,7 @@ tile at the end of a sequence reads into the next one; what it finds there must 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -246,9 +247,14 @@ def _copyable(x_TNH: Tensor) -> Tensor:
     return x_TNH.contiguous()
 
 
-def _stats(num_heads: int, num_tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Zeros for one float32 per head and token, at the columns of `_sequence`; the gaps must be finite."""
-    return torch.zeros(num_heads, (num_tokens + 3) // 4 * 4 + 4 * cu_seqlens.numel(), device=cu_seqlens.device)
+def _stats_shape(num_heads: int, num_tokens: int, cu_seqlens: Tensor) -> tuple[int, int]:
+    """Of one number per head and token, at the columns of `_sequence`."""
+    return num_heads, (num_tokens + 3) // 4 * 4 + 4 * cu_seqlens.numel()
+
+
+@cache
+def _has_three_stages(device: torch.device) -> bool:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= BYTES_FOR_THREE_STAGES
 
 
 def _launch(
@@ -257,16 +263,14 @@ def _launch(
 ) -> None:  # fmt: skip
     """Starts `kernel` with descriptors of q, k, v (and of the output's gradient and the output), then `args`."""
     block_m, block_n, num_warps, num_stages = TILES[name, tensors[0].element_size()]
-    if tensors[0].is_cuda:
-        properties = torch.cuda.get_device_properties(tensors[0].device)
-        if properties.shared_memory_per_block_optin < BYTES_FOR_THREE_STAGES:
-            num_stages = min(num_stages, 2)
+    if num_stages > 2 and tensors[0].is_cuda and not _has_three_stages(tensors[0].device):
+        num_stages = 2
     blocks = (block_m, block_n, block_n, block_m, block_m)
     descriptors = [_tiles_of(x, block) for x, block in zip(tensors, blocks, strict=False)]
     descriptors += [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block_m]) for x in stats]
     (_, num_heads, size), num_kv_heads = tensors[0].shape, tensors[1].shape[1]
     by_keys = name == "keys"
-    grid = (triton.cdiv(max_seqlen, block_n if by_keys else block_m), num_kv_heads if by_keys else num_heads)
+    grid = (-(-max_seqlen // (block_n if by_keys else block_m)), num_kv_heads if by_keys else num_heads)
     kernel[*grid, cu_seqlens.numel() - 1](
         *descriptors, *args, GROUP=num_heads // num_kv_heads, H=size, BLOCK_M=block_m, BLOCK_N=block_n,
         SHARED=shared, num_warps=num_warps, num_stages=num_stages,
@@ -280,8 +284,9 @@ def attention_forward(
     """Output [T, N, H] and the base-2 log of each row's softmax sum, at the columns of `_sequence`."""
     num_tokens, num_heads, size = q_TNH.shape
     assert size in (32, 64, 128), f"head size {size} has no kernel"
-    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    lse = _stats(num_heads, num_tokens, cu_seqlens)
+    out_TNH = q_TNH.new_empty(num_tokens, num_heads, size)
+    # Whatever is in its gaps: where the backward pass reads them, their weights are replaced by 0.
+    lse = torch.empty(_stats_shape(num_heads, num_tokens, cu_seqlens), device=cu_seqlens.device)
     shared, groups = groups_B2 is not None, cu_seqlens if groups_B2 is None else groups_B2
     args = (out_TNH, lse, cu_seqlens, groups, scale * LOG2_E, lse.stride(0), out_TNH.stride(0))
     _launch(_forward_kernel, "forward", (q_TNH, k_TKH, v_TKH), args, cu_seqlens, max_seqlen, shared=shared)
@@ -294,7 +299,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q [T, N, H], k and v [T, K, H]."""
     dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
-    delta = _stats(q_TNH.shape[1], q_TNH.shape[0], cu_seqlens)
+    # Its gaps must be finite: they are multiplied by these weights.
+    delta = torch.zeros(lse.shape, device=lse.device)
     tensors = (q_TNH, k_TKH, v_TKH, _copyable(grad_TNH))
     shared, groups = groups_B2 is not None, cu_seqlens if groups_B2 is None else groups_B2
     scales = (scale, scale * LOG2_E)
@@ -312,7 +318,6 @@ class _PackedFlashAttention(torch.autograd.Function):
         ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
         groups_B2: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
         out_TNH, lse = attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
         ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2)
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
@@ -338,7 +343,10 @@ def packed_flash_attention(
     sequences are allowed. `max_seqlen` is a host number, at least the longest length. `groups_B2`: `ops/attention.py`.
     Returns [T, N, H].
     """
-    return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+    q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
+    if torch.is_grad_enabled():
+        return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+    return attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)[0]
 
 
 class _PackedDecodeAttention(torch.autograd.Function):

@@ -8,6 +8,7 @@ Shape letters: T packed tokens, D hidden, F feed-forward, N query heads, K key/v
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 BACKWARD_PROGRAMS = 1024  # each sums the gradient of a weight over its rows; the partial sums are added up afterwards
+
+# For numbers of the model. Triton's own are made for kernels: a call takes longer than many an operation.
+next_power_of_2, cdiv = cache(triton.next_power_of_2), cache(triton.cdiv)
 
 
 @triton.jit
@@ -65,8 +69,8 @@ def _add_rms_norm_backward_kernel(
 
 
 def _norm_rows(x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, sum_TD: Tensor, eps: float) -> Tensor:
-    (num_tokens, width), block = x_TD.shape, triton.next_power_of_2(x_TD.shape[1])
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    (num_tokens, width), block = x_TD.shape, next_power_of_2(x_TD.shape[1])
+    out_TD = x_TD.new_empty(num_tokens, width)
     added = x_TD if added_TD is None else added_TD
     _add_rms_norm_kernel[num_tokens,](
         x_TD, added, weight_D, out_TD, sum_TD, eps, x_TD.stride(0), added.stride(0), D=width, BLOCK=block,
@@ -75,12 +79,16 @@ def _norm_rows(x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, sum_TD: 
     return out_TD
 
 
+def _add_rms_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert x_TD.stride(1) == added_TD.stride(1) == 1, "rows must be contiguous"
+    sum_TD = x_TD.new_empty(*x_TD.shape)
+    return _norm_rows(x_TD, added_TD, weight_D, sum_TD, eps), sum_TD
+
+
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        assert x_TD.stride(1) == added_TD.stride(1) == 1, "rows must be contiguous"
-        sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        out_TD = _norm_rows(x_TD, added_TD, weight_D, sum_TD, eps)
+        out_TD, sum_TD = _add_rms_norm(x_TD, added_TD, weight_D, eps)
         ctx.save_for_backward(sum_TD, weight_D)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
@@ -92,7 +100,7 @@ class _AddRmsNorm(torch.autograd.Function):
         if grad_out_TD is None:
             return grad_sum_TD, grad_sum_TD, None, None
         sum_TD, weight_D = ctx.saved_tensors
-        (num_tokens, width), block = sum_TD.shape, triton.next_power_of_2(sum_TD.shape[1])
+        (num_tokens, width), block = sum_TD.shape, next_power_of_2(sum_TD.shape[1])
         grad_out_TD = grad_out_TD.contiguous()
         grad_sum_TD = None if grad_sum_TD is None else grad_sum_TD.contiguous()
         grad_TD = torch.empty_like(sum_TD)
@@ -108,7 +116,8 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def add_rms_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(x + added), x + added)`: the start of a sublayer. Rows contiguous; differentiable."""
-    return _AddRmsNorm.apply(x_TD, added_TD, weight_D, eps)
+    # Without a gradient, here and below: going through autograd would cost as much as the launch.
+    return (_AddRmsNorm.apply if torch.is_grad_enabled() else _add_rms_norm)(x_TD, added_TD, weight_D, eps)
 
 
 def rms_norm_of_sum(sum_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -185,29 +194,22 @@ def _rotate_into(
     num_heads = qkv.shape[1] // size - 2 * num_kv_heads
     assert qkv.stride(1) == k_KSH.stride(2) == v_KSH.stride(2) == 1, "heads must be contiguous"
     assert cos_T1H.stride(-1) == sin_T1H.stride(-1) == 1, "rows of the rope table must be contiguous"
-    q_TNH = torch.empty(num_tokens, num_heads, size, dtype=qkv.dtype, device=qkv.device)
+    q_TNH = qkv.new_empty(num_tokens, num_heads, size)
     has_norm = q_weight_H is not None and k_weight_H is not None
     _qk_norm_rope_store_kernel[num_tokens, 2](
         qkv, q_weight_H if has_norm else qkv, k_weight_H if has_norm else qkv, cos_T1H, sin_T1H,
         cos_T1H if slots_T is None else slots_T, q_TNH, k_KSH, v_KSH, eps, qkv.stride(0), cos_T1H.stride(0),
         sin_T1H.stride(0), *k_KSH.stride()[:2], *v_KSH.stride()[:2], N=num_heads, K=num_kv_heads, H=size,
-        BLOCK_N=triton.next_power_of_2(num_heads), BLOCK_K=triton.next_power_of_2(num_kv_heads), NORM=has_norm,
+        BLOCK_N=next_power_of_2(num_heads), BLOCK_K=next_power_of_2(num_kv_heads), NORM=has_norm,
         HAS_SLOTS=slots_T is not None, num_warps=4,
     )  # fmt: skip
     return q_TNH
 
 
 def qk_norm_rope_store(
-    qkv: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    eps: float,
-    cos_T1H: Tensor,
-    sin_T1H: Tensor,
-    slots_T: Tensor,
-    k_cache_KSH: Tensor,
-    v_cache_KSH: Tensor,
-) -> Tensor:
+    qkv: Tensor, q_weight_H: Tensor | None, k_weight_H: Tensor | None, eps: float, cos_T1H: Tensor, sin_T1H: Tensor,
+    slots_T: Tensor, k_cache_KSH: Tensor, v_cache_KSH: Tensor,
+) -> Tensor:  # fmt: skip
     """Rotated queries [T, N, H]; the rotated keys and the values go to their cache slots.
 
     `qkv` [T, (N + 2 K) * H], rows contiguous: queries, keys, values. Without the two weights nothing is normalised.
@@ -293,19 +295,25 @@ def _qk_norm_rope_backward_kernel(
     tl.store(partial_ptr + cell + H // 2 + half, tl.sum(second_sum, 0))
 
 
+def _qk_norm_rope(
+    qkv: Tensor, num_kv_heads: int, size: int, q_weight_H: Tensor | None, k_weight_H: Tensor | None, eps: float,
+    cos_T1H: Tensor, sin_T1H: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    k_TKH, v_TKH = (qkv.new_empty(qkv.shape[0], num_kv_heads, size) for _ in range(2))
+    targets = (k_TKH.transpose(0, 1), v_TKH.transpose(0, 1))
+    return _rotate_into(qkv, q_weight_H, k_weight_H, eps, cos_T1H, sin_T1H, None, *targets), k_TKH, v_TKH
+
+
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, num_kv_heads: int, size: int, q_weight_H: Tensor | None, k_weight_H: Tensor | None,
         eps: float, cos_T1H: Tensor, sin_T1H: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        shape = (qkv.shape[0], num_kv_heads, size)
-        k_TKH, v_TKH = (torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
-        targets = (k_TKH.transpose(0, 1), v_TKH.transpose(0, 1))
-        q_TNH = _rotate_into(qkv, q_weight_H, k_weight_H, eps, cos_T1H, sin_T1H, None, *targets)
+        heads = _qk_norm_rope(qkv, num_kv_heads, size, q_weight_H, k_weight_H, eps, cos_T1H, sin_T1H)
         ctx.save_for_backward(qkv, q_weight_H, k_weight_H, cos_T1H, sin_T1H)
         ctx.eps, ctx.num_kv_heads, ctx.size = eps, num_kv_heads, size
-        return q_TNH, k_TKH, v_TKH
+        return heads
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -313,14 +321,14 @@ class _QkNormRope(torch.autograd.Function):
         qkv, q_weight_H, k_weight_H, cos_T1H, sin_T1H = ctx.saved_tensors
         num_tokens, size, num_kv_heads = qkv.shape[0], ctx.size, ctx.num_kv_heads
         num_heads, has_norm = qkv.shape[1] // size - 2 * num_kv_heads, q_weight_H is not None
-        grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        grad_qkv = qkv.new_empty(num_tokens, qkv.shape[1])
         num_programs = min(num_tokens, BACKWARD_PROGRAMS)
         partial = torch.empty(num_programs, 2, size, dtype=torch.float32, device=qkv.device)
         _qk_norm_rope_backward_kernel[num_programs, 2](
             qkv, q_weight_H if has_norm else qkv, k_weight_H if has_norm else qkv, cos_T1H, sin_T1H,
             grad_q_TNH.contiguous(), grad_k_TKH.contiguous(), grad_v_TKH.contiguous(), grad_qkv, partial, ctx.eps,
             num_tokens, qkv.stride(0), cos_T1H.stride(0), sin_T1H.stride(0), N=num_heads, K=num_kv_heads, H=size,
-            BLOCK_N=triton.next_power_of_2(num_heads), BLOCK_K=triton.next_power_of_2(num_kv_heads), NORM=has_norm,
+            BLOCK_N=next_power_of_2(num_heads), BLOCK_K=next_power_of_2(num_kv_heads), NORM=has_norm,
             num_warps=4,
         )  # fmt: skip
         grad_weights = partial.sum(0).unbind() if has_norm else (None, None)
@@ -328,17 +336,12 @@ class _QkNormRope(torch.autograd.Function):
 
 
 def qk_norm_rope(
-    qkv: Tensor,
-    num_kv_heads: int,
-    head_dim: int,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    eps: float,
-    cos_T1H: Tensor,
-    sin_T1H: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, num_kv_heads: int, head_dim: int, q_weight_H: Tensor | None, k_weight_H: Tensor | None, eps: float,
+    cos_T1H: Tensor, sin_T1H: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotated queries [T, N, H], rotated keys and copied values [T, K, H]; as `qk_norm_rope_store`, differentiable."""
-    return _QkNormRope.apply(qkv, num_kv_heads, head_dim, q_weight_H, k_weight_H, eps, cos_T1H, sin_T1H)
+    function = _QkNormRope.apply if torch.is_grad_enabled() else _qk_norm_rope
+    return function(qkv, num_kv_heads, head_dim, q_weight_H, k_weight_H, eps, cos_T1H, sin_T1H)
 
 
 @triton.jit
@@ -369,14 +372,18 @@ def _silu_mul_backward_kernel(gate_up_ptr, grad_ptr, grad_gate_up_ptr, F: tl.con
     tl.store(grad_gate_up_ptr + row * (2 * F) + F + offs, (grad * gate * sigmoid).to(dtype), mask=inside)
 
 
+def _silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    out_TF = gate_up_T2F.new_empty(num_tokens, width)
+    _silu_mul_kernel[num_tokens, cdiv(width, 1024)](gate_up_T2F, out_TF, F=width, BLOCK=1024, num_warps=4)
+    return out_TF
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_T2F)
-        num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-        out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-        _silu_mul_kernel[num_tokens, triton.cdiv(width, 1024)](gate_up_T2F, out_TF, F=width, BLOCK=1024, num_warps=4)
-        return out_TF
+        return _silu_mul(gate_up_T2F)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -384,7 +391,7 @@ class _SiluMul(torch.autograd.Function):
         (gate_up_T2F,) = ctx.saved_tensors
         grad_T2F = torch.empty_like(gate_up_T2F)
         num_tokens, width = grad_TF.shape
-        _silu_mul_backward_kernel[num_tokens, triton.cdiv(width, 1024)](
+        _silu_mul_backward_kernel[num_tokens, cdiv(width, 1024)](
             gate_up_T2F, grad_TF.contiguous(), grad_T2F, F=width, BLOCK=1024, num_warps=4
         )
         return grad_T2F
@@ -393,4 +400,4 @@ class _SiluMul(torch.autograd.Function):
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """`silu(gate) * up` of the two halves of a contiguous [T, 2 F]; T x F, differentiable."""
     assert gate_up_T2F.is_contiguous(), "gate and up must be one contiguous tensor"
-    return _SiluMul.apply(gate_up_T2F)
+    return (_SiluMul.apply if torch.is_grad_enabled() else _silu_mul)(gate_up_T2F)

@@ -100,7 +100,7 @@ class Moments:
     def _parts(self, piece: Piece) -> dict[str, Tensor]:
         name, span = piece
         blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-        return {key: kept.view(-1)[blocks if key in SCALES else span] for key, kept in self.states[name].items()}
+        return {key: _part(kept, blocks if key in SCALES else span) for key, kept in self.states[name].items()}
 
     def _fetch(self, batch: list[Piece]) -> list[dict[str, Tensor]]:
         parts = [self._parts(piece) for piece in batch]
@@ -123,8 +123,8 @@ class Moments:
 
     def _update(self, batch: list[Piece], states: list[dict[str, Tensor]], *, step: int, learning_rate: float) -> None:
         config = self._config
-        masters = [self._masters[name].view(-1)[span] for name, span in batch]
-        grads = [self._masters[name].grad.view(-1)[span] for name, span in batch]
+        masters = [_part(self._masters[name], span) for name, span in batch]
+        grads = [_part(self._masters[name].grad, span) for name, span in batch]
         rule = {
             "beta1": config.adam_beta1,
             "beta2": config.adam_beta2,
@@ -148,6 +148,11 @@ class Moments:
             for state, values in zip(states, exact, strict=True):
                 if state[moment].dtype == torch.bfloat16:
                     round_at_random_(state[moment], values)
+
+
+def _part(tensor: Tensor, span: slice) -> Tensor:
+    """These of its numbers. Thousands of views of whole tensors would take longer than the update."""
+    return tensor if span.stop - span.start == tensor.numel() else tensor.view(-1)[span]
 
 
 def round_at_random_(kept: Tensor, exact: Tensor) -> None:
