@@ -6,8 +6,9 @@
 256 sequences, 215,303 tokens with their prompts; with --sequence as many tokens in sequences of that length. A step is
 forward, backward, clip and AdamW over all of them. Every trainer runs in a process of its own, one after the other, on
 the same random bf16 weights. The first repetition warms up; seconds are the median of the others. `seconds` is the step
-of the first --max-tokens-per-gpu. FLOPs are those of the products and of attention, forward and twice as many backward,
-logits of answer tokens only; what is computed again to save memory does not count.
+of the first --max-tokens-per-gpu; `host_seconds` is what of it lies outside of the update: the host prepares, reports.
+FLOPs are those of the products and of attention, forward and twice as many backward, logits of answer tokens only; what
+is computed again to save memory does not count.
 
 Peers: `trl` pads, with micro-batches of 16 rows, and of 32 with recomputation; `transformers-packed` is transformers
 with attention over packed sequences (PyTorch's flash attention) and Liger's kernels and head. Both keep 8 bytes a
@@ -81,6 +82,7 @@ def main() -> None:
         "name": f"train_step_{arguments.shape}" + (f"_{arguments.sequence}" if arguments.sequence else ""),
         "seconds": first.get("step_seconds"),
         "log_prob_seconds": first.get("log_prob_seconds"),
+        "host_seconds": first.get("host_seconds"),
         "limit_seconds": facts["limit_seconds"],
         "share_of_limit": first.get("share_of_limit"),
         "mfu_short": first.get("mfu_short"),
@@ -170,7 +172,10 @@ def summary(findings: list[dict[str, Any]], error: str | None, facts: dict[str, 
         else:
             found |= finding
     for one in found["variants"].values():
-        for what in ("log_prob", "step", "update"):
+        if updates := one.get("update_all_seconds"):
+            both = zip(one["step_all_seconds"], updates, strict=True)
+            one["host_all_seconds"] = [step - update for step, update in both]
+        for what in ("log_prob", "step", "update", "host"):
             if all_seconds := one.get(f"{what}_all_seconds"):
                 one[f"{what}_seconds"] = median(all_seconds[1:] or all_seconds)
         if "log_prob_seconds" in one:

@@ -45,12 +45,13 @@ def test_shares_are_of_work_done_in_the_median_second():
     findings = [
         {"version": "1"},
         {"variant": "16", "log_prob_all_seconds": [9.0, 0.5, 0.5]},
-        {"variant": "16", "log_prob_all_seconds": [9.0, 0.5, 0.5], "step_all_seconds": [9.0, 1.0, 1.0]},
+        {"variant": "16", "step_all_seconds": [9.0, 1.0, 1.0], "update_all_seconds": [8.0, 0.75, 0.75]},
         {"variant": "32r", "error": "out of memory"},
     ]
     found = summary(findings, "not done", facts)
     one = found["variants"]["16"]
     assert one["mfu_short"] == 0.5 and one["mfu_sustained"] == 0.6 and one["share_of_limit"] == 0.4
+    assert one["host_seconds"] == 0.25
     assert abs(one["mfu_989"] - 300 / 989) < 1e-9
     assert abs(one["log_prob_mfu_short"] - 1 / 3) < 1e-9
     assert found["error"] == "not done" and found["version"] == "1"
