@@ -24,7 +24,7 @@ def main() -> None:
     while len(pairs) < arguments.train + arguments.held_out:
         left, right = (rng.randrange(10, rng.choice((100, 1000))) for _ in range(2))
         pairs[min(left, right), max(left, right)] = None
-    rows = [json.dumps({"question": f"What is {left} + {right}?", "answer": str(left + right)}) for left, right in pairs]
+    rows = [json.dumps({"question": f"What is {one} + {two}?", "answer": str(one + two)}) for one, two in pairs]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("held_out", rows[: arguments.held_out]), ("train", rows[arguments.held_out :])):
         (arguments.folder / f"sums_{name}.jsonl").write_text("\n".join(part) + "\n")
