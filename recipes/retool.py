@@ -1,6 +1,7 @@
 """Learn to use a tool: products that the model cannot work out, and a Python tool that can.
 
     python recipes/retool.py FOLDER [--model SMOLLM2_FOLDER] [--tool calculator|python] [--seed 0] [--steps 40]
+        [--device cuda] [--share 0.2]
 
 Three runs of `miles train`. The first two are supervised: how to call the tool and copy what it says, then the habit of
 guessing at once three times in four. Then reinforcement learning finds out which one pays: right answers go from about
@@ -34,7 +35,7 @@ NUM_WARM_UP, NUM_TRAINING, NUM_HELD_OUT = 8_000, 2_000, 200
 WARM_UP = ("calls", 0.0), ("guesses", GUESS_SHARE)  # name of the run, share of guesses in its data
 MODELS = {  # steps and learning rate of each warm-up, and the rate of reinforcement learning
     "tiny": (((200, 3e-3), (60, 5e-4)), 5e-4),
-    "given": (((40, 2e-5), (40, 1e-5)), 2e-6),
+    "given": (((40, 5e-5), (40, 2e-5)), 1e-5),
 }
 
 
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40, help="of reinforcement learning")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--share", type=float, help="of the GPU's memory for the engine, where other runs need some")
     arguments = parser.parse_args()
     folder, seed = arguments.folder, arguments.seed
     warm_ups, rate_of_learning = MODELS["tiny" if arguments.model is None else "given"]
@@ -110,6 +112,8 @@ def main() -> None:
     if arguments.model is None:
         make_tiny_model(start, seed=seed)
     common = ("--device", arguments.device, "--seed", seed, "--rollout-seed", seed)
+    common += ("--max-tokens-per-gpu", 16_384) if arguments.share else ()
+    share = ("--engine-mem-fraction-static", arguments.share) if arguments.share else ()
     for (name, _), (steps, rate) in zip(WARM_UP, warm_ups, strict=True):
         start = train(
             folder,
@@ -125,6 +129,7 @@ def main() -> None:
         *("--hf-checkpoint", start, "--prompt-data", folder / "train.jsonl", "--label-key", "label", *common),
         *("--custom-generate-function-path", "miles.rollout.generate_hub.multi_turn.generate"),
         *("--generate-execute-tool-function-path", tools[arguments.tool], "--generate-max-turns", 3),
+        *share,
         *("--rm-type", "gsm8k", "--num-rollout", arguments.steps, "--rollout-batch-size", 32),
         *("--n-samples-per-prompt", 8, "--rollout-max-response-len", 96, "--lr", rate_of_learning),
         *("--eval-interval", max(1, arguments.steps // 4), "--eval-prompt-data", "products", folder / "held_out.jsonl"),
