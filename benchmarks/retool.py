@@ -22,7 +22,7 @@ from miles.observe.metrics import read_records
 from miles.report.capture import wilson
 from recipes.retool import NUM_HELD_OUT
 
-ENGINE_SHARE = 0.4  # of the GPU's memory, for the engines of seeds that run at the same time
+ENGINE_SHARE = 0.2  # of the GPU's memory, for the engines of seeds that run at the same time
 
 
 def read_run(folder: Path) -> dict[str, Any]:
