@@ -1,4 +1,5 @@
-"""Sums as training and held-out data for `learning.py` and `memory_options.py`.
+"""Sums that a small model learns slowly, for `memory_options.py`: after 100 steps no run has reached the top yet, so
+that runs can still differ. `recipes/arithmetic_words.py` has easier ones.
 
     python benchmarks/sums.py FOLDER [--train 2000] [--held-out 114]
 
