@@ -39,11 +39,7 @@ class Check:
 
 def check_run(run: RunData) -> list[Check]:
     """Every check that the files of a run allow."""
-    checks = list(_summary(run))
-    checks += _log_and_metrics(run)
-    checks += _samples(run)
-    checks += _watchdog(run)
-    return checks
+    return [*_summary(run), *_log_and_metrics(run), *_samples(run), *_watchdog(run)]
 
 
 def _summary(run: RunData) -> Iterator[Check]:

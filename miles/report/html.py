@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +36,7 @@ from miles.report.svg import Line, line_chart, phase_bars, sparkline, stacked_ba
 
 STATIC = Path(__file__).parent / "static"
 STATE_HUES = {"finished": "green", "running": "blue", "ended early": "rose", "log only": "grey"}
-_HUES = ("green", "violet", "blue", "amber", "teal", "rose", "grey")
+HUES = ("green", "violet", "blue", "amber", "teal", "rose", "grey")
 MAX_PROMPT_CHARS = 110
 
 
@@ -156,7 +156,7 @@ def _is_detail(name: str) -> bool:
 
 def _signal_view(item: SignalSummary, ranges: Ranges | None) -> SignalView:
     signal = item.signal
-    band = ranges.band(signal.key) if ranges is not None else None
+    band = ranges.every.get(signal.key) if ranges is not None else None
     lines = [Line(signal.title, item.points, signal.hue)]
     chart = line_chart(lines, title=signal.title, width=260, height=140, band=band, band_title="healthy range")
     low, high = item.first_ten
@@ -184,12 +184,10 @@ def _reward(run: RunData) -> dict[str, Any]:
 
 def _steps(run: RunData, typical: list[Phase]) -> str:
     """Columns in the shades of the legend: the order of `typical` decides them."""
-    order = [phase.name for phase in typical]
     columns = []
     for step in run.steps:
         by_name = {phase.name: phase for phase in phases(step)}
-        empty = [Phase(phase.name, phase.title, phase.hue, 0.0) for phase in typical]
-        columns.append((step.number, [by_name.get(name, empty[place]) for place, name in enumerate(order)]))
+        columns.append((step.number, [by_name.get(phase.name, replace(phase, seconds=0.0)) for phase in typical]))
     return stacked_bars(columns, title="time of every step by phase", width=1080, height=230)
 
 
@@ -215,7 +213,7 @@ def _groups(run: RunData) -> dict[str, Any]:
 
 def _reward_hue(reward: str, place: int) -> str:
     return {"0": "rose", "0.0": "rose", "1": "green", "1.0": "green", "-1.0": "rose"}.get(
-        reward, _HUES[(place + 2) % len(_HUES)]
+        reward, HUES[(place + 2) % len(HUES)]
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,9 +35,6 @@ class Ranges:
     first_ten: dict[str, Range]
     every: dict[str, Range]
 
-    def band(self, key: str) -> Range | None:
-        return self.every.get(key)
-
     def gap_limit(self) -> float | None:
         """Log-prob gap above which step 0 is not healthy; None when the runs had none."""
         if "gap" not in self.step_zero:
@@ -66,13 +63,7 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def save_ranges(path: Path, ranges: Ranges) -> None:
-    data = {
-        "schema": SCHEMA,
-        "runs": list(ranges.runs),
-        "step_zero": ranges.step_zero,
-        "first_ten": ranges.first_ten,
-        "every": ranges.every,
-    }
+    data = {"schema": SCHEMA, **asdict(ranges)}
     try:
         write_atomically(path, json.dumps(data, indent=2) + "\n")
     except OSError as error:

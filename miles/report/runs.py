@@ -114,7 +114,6 @@ def _from_folder(path: Path) -> RunData:
         found = find_runs(path)
         hint = f"; did you mean {found[0]}?" if found else ""
         raise ConfigError(f"{path} is no run folder: config.yaml is missing{hint}")
-    log = read_log(path / "log.txt") if (path / "log.txt").is_file() else None
     records = read_records(path / "metrics.jsonl")
     return RunData(
         name=path.resolve().name,
@@ -123,7 +122,7 @@ def _from_folder(path: Path) -> RunData:
         steps=[_step_of(record) for record in records if record["kind"] == "step"],
         evals={record["step"]: _numbers(record) for record in records if record["kind"] == "eval"},
         pauses=read_pauses(path / "pauses.jsonl") if (path / "pauses.jsonl").is_file() else [],
-        log=log,
+        log=read_log(path / "log.txt") if (path / "log.txt").is_file() else None,
         events=read_records(path / "events.jsonl"),
         settings=_yaml(path / "config.yaml"),
         environment=_json(path / "environment.json"),
@@ -199,14 +198,11 @@ def _merge(step: Step, record: Record) -> None:
     step.metrics |= record.values
     if record.kind == "perf" and record.time is not None:
         end = record.time.replace(tzinfo=UTC)
-        for name in ("perf/rollout_time", "perf/step_time"):
-            seconds = record.values.get(name)
-            if seconds is not None:
-                window = Window(end - timedelta(seconds=seconds), end)
-                if name == "perf/rollout_time":
-                    step.rollout = window
-                else:
-                    step.whole = window
+        for name, seconds in record.values.items():
+            if name == "perf/rollout_time":
+                step.rollout = Window(end - timedelta(seconds=seconds), end)
+            elif name == "perf/step_time":
+                step.whole = Window(end - timedelta(seconds=seconds), end)
 
 
 def parse_time(text: str) -> datetime:

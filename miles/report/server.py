@@ -27,7 +27,7 @@ from miles.report import signals
 from miles.report.diagnose import diagnose
 from miles.report.findings import Finding
 from miles.report.gpu_now import GpuHistory, gpu_charts
-from miles.report.html import STATE_HUES, STATIC, environment, run_view
+from miles.report.html import HUES, STATE_HUES, STATIC, environment, run_view
 from miles.report.ranges import Ranges
 from miles.report.runs import RunData, find_runs, open_run
 from miles.report.sample_view import load_groups, search
@@ -38,7 +38,6 @@ LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]", "testserver"]
 GROUPS_PER_PAGE = 8
 REWARDS = ("all", "right", "wrong", "mixed")
 MAX_OVERLAY = 7
-HUES = ("green", "violet", "blue", "amber", "teal", "rose", "grey")
 _FILE = re.compile(r"(rollout|eval)_\d{1,9}")
 _WATCHED = ("metrics.jsonl", "log.txt", "events.jsonl", "pauses.jsonl", "config.yaml")
 HEADERS = {
@@ -79,9 +78,6 @@ class RunStore:
                 found[name] = path
         return found
 
-    def get(self, name: str) -> RunData:
-        return self.read(name).run
-
     def read(self, name: str) -> Read:
         """Raises a 404 for a name that is not listed: names are never paths."""
         path = self.paths().get(name)
@@ -104,9 +100,7 @@ class RunStore:
 
 def make_app(roots: Sequence[Path], *, ranges: Ranges | None = None, hosts: Sequence[str] = ()) -> Starlette:
     """The application. `hosts` are names, besides this machine's own, that the page may be asked under."""
-    store = RunStore(roots, ranges)
-    gpus = GpuHistory()
-    pages = _Pages(store, gpus, ranges)
+    pages = _Pages(roots, ranges)
     routes = [
         Route("/", pages.shell),
         Route("/runs", pages.runs),
@@ -124,13 +118,11 @@ def make_app(roots: Sequence[Path], *, ranges: Ranges | None = None, hosts: Sequ
 class _Pages:
     """The answers to requests. Plain functions: Starlette runs them in threads, so reading files blocks nothing."""
 
-    def __init__(self, store: RunStore, gpus: GpuHistory, ranges: Ranges | None) -> None:
-        self._store = store
-        self._gpus = gpus
-        self._ranges = ranges
+    def __init__(self, roots: Sequence[Path], ranges: Ranges | None) -> None:
+        self._store, self._gpus, self._ranges = RunStore(roots, ranges), GpuHistory(), ranges
 
     def shell(self, request: Request) -> Response:
-        return _html(environment().get_template("dashboard.html.jinja").render(), request)
+        return _page("dashboard.html.jinja", request)
 
     def static(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -163,17 +155,14 @@ class _Pages:
 
     def view(self, request: Request) -> Response:
         read = self._store.read(request.query_params.get("run", ""))
-        run = read.run
-        alarms = [event for event in run.events if event["kind"] == "alarm"]
-        template = environment().get_template("live.html.jinja")
-        return _html(
-            template.render(view=run_view(run, read.findings, ranges=self._ranges), alarms=alarms[-20:]), request
-        )
+        alarms = [event for event in read.run.events if event["kind"] == "alarm"]
+        view = run_view(read.run, read.findings, ranges=self._ranges)
+        return _page("live.html.jinja", request, view=view, alarms=alarms[-20:])
 
     def overlay(self, request: Request) -> Response:
         """The eight signals of several runs over each other."""
         names = request.query_params.getlist("run")[:MAX_OVERLAY]
-        runs = [(name, self._store.get(name)) for name in names]
+        runs = [(name, self._store.read(name).run) for name in names]
         charts = []
         for signal in signals.SIGNALS:
             lines = [
@@ -183,14 +172,13 @@ class _Pages:
             ]
             charts.append((signal, Markup(line_chart(lines, title=signal.title, width=420, height=190))))
         legend = [(HUES[place], 0, name) for place, name in enumerate(names)]
-        template = environment().get_template("overlay.html.jinja")
-        return _html(template.render(charts=charts, legend=legend), request)
+        return _page("overlay.html.jinja", request, charts=charts, legend=legend)
 
     def samples(self, request: Request) -> Response:
         """A page of the groups of one step, those that match the search."""
         query = request.query_params
-        run, file, reward = self._store.get(query.get("run", "")), query.get("file", ""), query.get("reward", "all")
-        page = query.get("page", "0")
+        run = self._store.read(query.get("run", "")).run
+        file, reward, page = query.get("file", ""), query.get("reward", "all"), query.get("page", "0")
         if not _FILE.fullmatch(file) or reward not in REWARDS or not page.isdecimal():
             raise HTTPException(400, "samples need file=rollout_N or eval_N, a known reward and a page number")
         try:
@@ -198,12 +186,9 @@ class _Pages:
         except FileNotFoundError as error:
             raise HTTPException(404, f"{file} of this run is not on disk") from error
         found = search(groups, query.get("q", ""), reward=reward)
-        start = int(page) * GROUPS_PER_PAGE
-        template = environment().get_template("samples.html.jinja")
-        shown = found[start : start + GROUPS_PER_PAGE]
-        more = len(found) > start + GROUPS_PER_PAGE
-        text = template.render(groups=shown, found=len(found), total=len(groups), page=int(page), more=more)
-        return _html(text, request)
+        start, end = int(page) * GROUPS_PER_PAGE, (int(page) + 1) * GROUPS_PER_PAGE
+        counts = {"found": len(found), "total": len(groups), "page": int(page), "more": len(found) > end}
+        return _page("samples.html.jinja", request, groups=found[start:end], **counts)
 
     def gpu(self, request: Request) -> Response:
         return _html(gpu_charts(self._gpus.samples()), request)
@@ -212,6 +197,10 @@ class _Pages:
 def _sample_files(run: RunData) -> list[str]:
     evals = sorted(int(path.stem[5:]) for path in (run.path / "samples").glob("eval_*.parquet"))
     return [f"rollout_{step}" for step in reversed(run.sample_steps())] + [f"eval_{step}" for step in reversed(evals)]
+
+
+def _page(template: str, request: Request, **shown: Any) -> Response:
+    return _html(environment().get_template(template).render(**shown), request)
 
 
 def _html(text: str, request: Request) -> Response:

@@ -28,7 +28,6 @@ class Line:
     hue: str
     smooth: bool = True
     dots: bool = False
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +98,12 @@ def _thinned(line: Line) -> Line:
     if len(line.points) <= MAX_POINTS:
         return line
     stride = math.ceil(len(line.points) / MAX_POINTS)
-    return Line(line.label, line.points[::stride], line.hue, line.smooth, line.dots, line.dashed)
+    return Line(line.label, line.points[::stride], line.hue, line.smooth, line.dots)
 
 
 def _draw(line: Line, frame: Frame) -> list[str]:
     points = [(frame.x(x), frame.y(y)) for x, y in line.points if math.isfinite(y)]
-    hue = f"s-{line.hue}" + (" dashed" if line.dashed else "")
+    hue = f"s-{line.hue}"
     if len(points) == 1 or line.dots:
         marks = "".join(f'<circle class="f-{line.hue}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
         return [_path(points, f"{hue} thin"), marks]
@@ -129,7 +128,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return (0.0 if 0 <= low < (high - low) * 0.5 else low - room), high + room
 
 
-def _axes(frame: Frame, *, whole_steps: bool = True) -> list[str]:
+def _axes(frame: Frame) -> list[str]:
     parts = []
     right, bottom = frame.width - RIGHT, frame.height - BOTTOM
     for tick in ticks(frame.y_low, frame.y_high):
@@ -137,7 +136,7 @@ def _axes(frame: Frame, *, whole_steps: bool = True) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>')
     for tick in ticks(frame.x_low, frame.x_high, 5):
-        if not whole_steps or tick == int(tick):
+        if tick == int(tick):
             x = frame.x(tick)
             parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{_tick(tick)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')

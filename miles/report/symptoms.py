@@ -137,11 +137,12 @@ def engine_start(run: RunData) -> Finding | None:
     waited = log.last_time - log.first_time
     if waited < ENGINE_START or not log.is_public and log.find("ray start|sglang") is None:
         return None
+    error = _last_error(log)
     return Finding(
         "engine_start",
         "The rollout engine did not start",
         BAD,
-        (f"no line about the KV cache in {duration(waited)}", *_error_text(log)),
+        (f"no line about the KV cache in {duration(waited)}", *((_quote(error),) if error is not None else ())),
         "Read the lines above for an Error or an AssertionError.",
         (),
         "1.1",
@@ -312,11 +313,6 @@ def _last_error(log: Log, *, before: float | None = None) -> LogLine | None:
         if early and _EXCEPTION.match(line.message.strip()) and UNAVAILABLE not in line.message:
             return line
     return None
-
-
-def _error_text(log: Log) -> tuple[str, ...]:
-    line = _last_error(log)
-    return (_quote(line),) if line is not None else ()
 
 
 CAUSES_IN_LOGS: tuple[Callable[[RunData], Finding | None], ...] = (

@@ -67,9 +67,10 @@ class CustomReward:
 
     async def _score_one(self, sample: Sample) -> Scored:
         try:
-            return self._checked(await self._call(sample, who=f"sample {sample.index}"), sample)
+            reward = await self._call(sample, who=f"sample {sample.index}")
         except RewardError as error:
             return error
+        return self._checked(reward, sample)
 
     async def _score_group(self, samples: list[Sample]) -> list[Scored]:
         who = f"group {samples[0].group_index} (samples {samples[0].index} to {samples[-1].index})"
@@ -79,13 +80,7 @@ class CustomReward:
             self._check_list(rewards, samples, given, who=who)
         except RewardError as error:
             return [error] * len(samples)
-        scored: list[Scored] = []
-        for reward, sample in zip(rewards, samples, strict=True):
-            try:
-                scored.append(self._checked(reward, sample))
-            except RewardError as error:
-                scored.append(error)
-        return scored
+        return [self._checked(reward, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
     def _check_list(self, rewards: Any, samples: list[Sample], given: list[Sample], *, who: str) -> None:
         if [id(sample) for sample in given] != [id(sample) for sample in samples]:
@@ -101,14 +96,17 @@ class CustomReward:
             "rewards, one per sample in their order"
         )
 
-    def _checked(self, reward: Any, sample: Sample) -> float | dict[str, Any]:
+    def _checked(self, reward: Any, sample: Sample) -> Scored:
         key, who = self._settings.reward_key, f"sample {sample.index}"
         if isinstance(reward, dict) and reward.get("index", sample.index) != sample.index:
-            raise RewardError(
+            return RewardError(
                 f"{self._where()} returned the reward of sample {reward['index']} (its field 'index') for {who}; "
                 "rewards must come in the order of the samples"
             )
-        return checked_reward(reward, reward_key=key, source=self._where(), who=who)
+        try:
+            return checked_reward(reward, reward_key=key, source=self._where(), who=who)
+        except RewardError as error:
+            return error
 
     async def _call(self, argument: Sample | list[Sample], *, who: str) -> Any:
         timeout_s = self._settings.custom_rm_timeout

@@ -22,7 +22,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], *, reward_key: str | Non
     samples = [sample for group in groups for sample in group]
     assert samples, "a rollout without a sample has no metrics"
     return {
-        **length_metrics(samples),
+        **summary("rollout/response_len", [trainable_tokens(sample) for sample in samples]),
         **_zero_std(groups, reward_key),
         "rollout/repetition_frac": mean(has_repetition(sample.response) for sample in samples),
         "rollout/truncated_ratio": mean(sample.status is SampleStatus.TRUNCATED for sample in samples),
@@ -30,11 +30,6 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], *, reward_key: str | Non
         **_prefix_hits(samples),
         "rollout/duplicate_ratio": _duplicate_ratio(groups),
     }
-
-
-def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Trainable tokens per sample; all there is to say of samples that nobody wrote or scored."""
-    return summary("rollout/response_len", [trainable_tokens(sample) for sample in samples])
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class Producer:
             outcome = await self._until_known(rollout_id, admission, jobs)
             await self._stop(jobs)
         except BaseException:
-            await self._cancel(jobs)
+            await cancel_all([job.task for job in jobs if job.task is not None], self._client)
             raise
         chosen = [jobs[number] for number in outcome.chosen]
         dropped = [jobs[number] for number in outcome.dropped]
@@ -116,6 +116,7 @@ class Producer:
         """Submit groups and wait, until enough of them have passed the filter."""
         finished: asyncio.Queue[int] = asyncio.Queue()
         wanted = self._config.rollout.rollout_batch_size
+        gives_back = self._hooks.filters and not self._partial
         while (outcome := admission.outcome()) is None:
             if count := self._batch_size(admission):
                 if admission.num_dropped >= MAX_DROPPED_BATCHES * wanted:
@@ -123,7 +124,7 @@ class Producer:
                 check_failures(_written(jobs), what=f"rollout {rollout_id}", warn=False)
                 groups = self.source.next(count)
                 numbers = admission.submit(len(groups))
-                jobs += [self._job(group) for group in groups]
+                jobs += [_Job(group, copy.deepcopy(group) if gives_back else None) for group in groups]
                 for number in numbers:
                     jobs[number].task = asyncio.create_task(self._work(rollout_id, number, jobs[number], finished))
             number = await finished.get()
@@ -134,10 +135,6 @@ class Producer:
             if self._progress is not None:
                 self._progress(admission.num_finished, admission.num_submitted)
         return outcome
-
-    def _job(self, group: list[Sample]) -> _Job:
-        gives_back = self._hooks.filters and not self._partial
-        return _Job(group, copy.deepcopy(group) if gives_back else None)
 
     def _batch_size(self, admission: Admission) -> int:
         """Groups to submit now: as many as should make up for those that will be dropped, as soon as that is known.
@@ -195,13 +192,6 @@ class Producer:
             for ended in await asyncio.gather(*running, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
-
-    async def _cancel(self, jobs: list[_Job]) -> None:
-        tasks = [job.task for job in jobs if job.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.drain()
 
     def _settle(self, spare: list[_Job], dropped: list[_Job]) -> tuple[list[_Job], list[_Job]]:
         """With partial rollout a group that ended while the rollout was stopped may have to be dropped too."""
@@ -313,11 +303,16 @@ async def run_all_or_none(
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await client.drain()
+        await cancel_all(tasks, client)
         raise
+
+
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]], client: EngineClient) -> None:
+    """Cancel the tasks and wait for the engine's last word on their requests."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.drain()
 
 
 def check_failures(groups: list[WrittenGroup], *, what: str, warn: bool = True) -> None:

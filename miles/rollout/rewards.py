@@ -74,14 +74,15 @@ class RewardRunner:
         if not isinstance(own, str):
             return f"metadata rm_type is a {type(own).__name__}; expected the name of a reward"
         try:
-            rewards = [] if self._custom is not None else [self._of(metadata)]
+            rewards = [] if self._custom is not None else [self.builtin_for(metadata)]
         except ConfigError as error:
             return f"metadata rm_type: {error}"
         rewards += [self._watching] if self._watching is not None else []
         problems = (reward.label_problem(label, metadata) for reward in rewards)
         return next((problem for problem in problems if problem is not None), None)
 
-    def _of(self, metadata: dict[str, Any]) -> BuiltinReward:
+    def builtin_for(self, metadata: dict[str, Any]) -> BuiltinReward:
+        """The built-in reward of a row."""
         spec = metadata.get("rm_type", self._settings.rm_type)
         assert isinstance(spec, str), "the type of the data's rm_type is checked with its label"
         return self._load(spec)
@@ -106,9 +107,11 @@ class RewardRunner:
         if self._watching is None:
             scored = await self.grade(samples)
         else:
-            scored, watched = await asyncio.gather(self.grade(samples), self._score_builtin(samples, watching=True))
-            for sample, reward in zip(samples, watched, strict=True):
-                sample.metadata[WATCH] = self._number(reward)
+            apart = [dataclasses.replace(sample, metadata=dict(sample.metadata)) for sample in samples]
+            watching = asyncio.gather(*(_score(sample, self._watching) for sample in apart))
+            scored, watched = await asyncio.gather(self.grade(samples), watching)
+            for sample, reward in zip(samples, watched, strict=True):  # one that cannot grade never stops a run
+                sample.metadata[WATCH] = None if isinstance(reward, RewardError) else number_of(reward)
         for sample, reward in zip(samples, scored, strict=True):
             if isinstance(reward, RewardError):
                 self._fail(sample, reward)
@@ -119,40 +122,17 @@ class RewardRunner:
         """The reward of each sample, or why it has none; nothing is set or counted."""
         if self._custom is not None:
             return await self._custom.score(samples)
-        return await self._score_builtin(samples)
-
-    async def _score_builtin(self, samples: list[Sample], *, watching: bool = False) -> Sequence[Scored]:
-        return await asyncio.gather(*(self._score_one(sample, watching) for sample in samples))
-
-    async def _score_one(self, sample: Sample, watching: bool) -> Scored:
-        reward = self._watching if watching else self._of(sample.metadata)
-        assert reward is not None
-        try:
-            noted = dataclasses.replace(sample, metadata=dict(sample.metadata)) if watching else sample
-            return await reward.score(noted)
-        except RewardError as error:
-            return error
-
-    def builtin_for(self, metadata: dict[str, Any]) -> BuiltinReward:
-        """The built-in reward of a row."""
-        assert self._custom is None, "there is a custom reward instead"
-        return self._of(metadata)
+        return await asyncio.gather(*(_score(sample, self.builtin_for(sample.metadata)) for sample in samples))
 
     def find(self, sample: Sample) -> str | None:
         """The answer that is read in a response; None when there is none. A custom reward sees the whole response."""
-        return sample.response if self._custom is not None else self._of(sample.metadata).find(sample.response)
+        return sample.response if self._custom is not None else self.builtin_for(sample.metadata).find(sample.response)
 
     async def disconnect(self) -> None:
         """Close connections of this event loop."""
         for reward in self._builtin.values():
             for term in reward.terms:
                 await term.grader.close()
-
-    def _number(self, reward: Scored) -> float | None:
-        """What a watching reward says; None when it could not grade, which never stops a run."""
-        if isinstance(reward, RewardError):
-            return None
-        return number_of(reward)
 
     def _fail(self, sample: Sample, error: RewardError) -> None:
         if self._settings.rm_on_error == "raise":
@@ -171,10 +151,10 @@ class RewardRunner:
             self._signals.watch(samples)
         if self._custom is not None or self._warned or not samples:
             return
-        if any(self._of(sample.metadata).find(sample.response) is not None for sample in samples):
+        if any(self.builtin_for(sample.metadata).find(sample.response) is not None for sample in samples):
             return
         self._warned = True
-        reward = self._of(samples[0].metadata)
+        reward = self.builtin_for(samples[0].metadata)
         logger.warning(
             f"no answer was found in any of {len(samples)} responses, so their rewards say nothing about the answers. "
             f"--rm-type {reward.spec} reads {reward.place}:\n{show_samples(samples)}"
@@ -196,3 +176,10 @@ class RewardRunner:
         self._tools.pools.close()
         if self._custom is not None:
             self._custom.close()
+
+
+async def _score(sample: Sample, reward: BuiltinReward) -> Scored:
+    try:
+        return await reward.score(sample)
+    except RewardError as error:
+        return error
