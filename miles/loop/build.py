@@ -96,9 +96,9 @@ class Writers:
             progress=self.progress,
         )
 
-    async def evaluate(self, rollout_id: int) -> EvalResult:
-        if self.hooks.evaluation is not None:
-            return from_function(await self._function(self.hooks.evaluation).evaluate(rollout_id))
+    async def evaluate(self, rollout_id: int, hf_dir: str | None) -> EvalResult:
+        if self.replacement is not None:
+            return from_function(await self.replacement.evaluate(rollout_id, hf_dir))
         return await evaluate(
             self.suites,
             config=self.config,
@@ -108,6 +108,11 @@ class Writers:
             max_context_len=self.max_context_len,
             progress=self.progress,
         )
+
+    @cached_property
+    def replacement(self) -> RolloutFunction | None:
+        """The user's evaluation, in the place of ours."""
+        return None if self.hooks.evaluation is None else self._function(self.hooks.evaluation)
 
     def _function(self, hook: Hook) -> RolloutFunction:
         return RolloutFunction(hook, self.hooks, self.client, self.source, max_context_len=self.max_context_len)
@@ -140,6 +145,8 @@ def build(config: RunConfig, folder: RunFolder, context: WorkerContext) -> Itera
             rewards.start()
         sensor = make_sensor(config.process)
         run = _assemble(config, folder, context, rewards, stack)
+        if rewards is not None:
+            stack.callback(lambda: run.runner.run(rewards.disconnect()))
         # Left first, so that the engine does not wait at a shut gate for its end.
         stack.enter_context(guarding(sensor, config.process, folder.path, context.heartbeat))
         context.on_stop(GATE.ignore)
@@ -223,8 +230,8 @@ def _assemble(
         timers=Timers(on_phase=heartbeat.set_phase),
         runner=stack.enter_context(asyncio.Runner()),
     )
-    if rewards is not None:
-        stack.callback(lambda: run.runner.run(rewards.disconnect()))
+    if writers.replacement is not None:
+        stack.callback(lambda function: run.runner.run(function.dispose()), writers.replacement)
     restore(run, loaded)
     return run
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import shutil
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from miles.checkpoint.background import Saved, Saver
+from miles.checkpoint.convert import convert_checkpoint
 from miles.checkpoint.hf import export_hf
 from miles.checkpoint.keep import NOTE, Note
 from miles.checkpoint.load import LoadedCheckpoint
@@ -70,7 +73,7 @@ class Run:
     rewards: RewardRunner | None  # None for supervised training without evaluation
     producer: RolloutProducer
     engine: LocalEngine | None  # None when nothing is generated
-    evaluate: Callable[[int], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
+    evaluate: Callable[[int, str | None], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
     hooks: RolloutHooks
     trainer: LocalTrainer
     timers: Timers
@@ -158,8 +161,8 @@ def evaluate_if_due(run: Run) -> None:
         return
     if run.num_done == 0 and run.config.eval.skip_eval_before_train:
         return
-    with run.timers.span("eval"):
-        outcome: EvalResult = _answers(run, run.evaluate(run.num_done))
+    with run.timers.span("eval"), _folder_to_evaluate(run) as hf_dir:
+        outcome: EvalResult = _answers(run, run.evaluate(run.num_done, hf_dir))
     if not run.complete(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
         log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
@@ -173,6 +176,26 @@ def evaluate_if_due(run: Run) -> None:
         # Keys and values of shared prompts would be reused: equal to the last bits only, so an evaluation, or a resume
         # without it, would change training.
         run.engine.set_version(run.version)
+
+
+@contextmanager
+def _folder_to_evaluate(run: Run) -> Iterator[str | None]:
+    """The current weights as a Hugging Face folder, merged with LoRA, for as long as a hook that wants one reads it."""
+    if run.hooks.evaluation is None or not run.hooks.evaluation.reads_folder:
+        yield None
+        return
+    folder = run.folder.path / "eval_hf"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    try:
+        weights, dtype = folder / "weights", str(run.placement.dtype).removeprefix("torch.")
+        with run.timers.span("export_hf"):
+            _export(run, weights)
+            if run.config.lora.is_on:
+                adapter, weights = weights, folder / "merged"
+                convert_checkpoint(adapter, weights, origin=run.start_folder, dtype=dtype)
+        yield str(weights.absolute())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # with what the hook has put there
 
 
 def generate(run: Run) -> list[list[Sample]]:
@@ -329,11 +352,16 @@ def finish(run: Run) -> None:
     if run.config.run_dir.save_hf is not None:
         target = Path(run.config.run_dir.save_hf)
         with run.timers.span("export_hf"):
-            tensors, _ = run.trainer.save()
-            if run.config.lora.is_on:
-                export_adapter(target, source=run.start_folder, tensors=tensors["adapter"], lora=run.config.lora)
-            else:
-                export_hf(target, source=run.model_folder, tensors=tensors["model"], dtype=run.placement.dtype)
+            _export(run, target)
         logger.info(f"exported {target}")
     run.metrics.event("finish", step=run.num_done)
     logger.info(f"finished {run.num_done} of {run.schedule.num_rollout} rollouts")
+
+
+def _export(run: Run, target: Path) -> None:
+    """Write the current weights as a Hugging Face folder; with LoRA the adapter alone."""
+    tensors, _ = run.trainer.save()
+    if run.config.lora.is_on:
+        export_adapter(target, source=run.start_folder, tensors=tensors["adapter"], lora=run.config.lora)
+    else:
+        export_hf(target, source=run.model_folder, tensors=tensors["model"], dtype=run.placement.dtype)

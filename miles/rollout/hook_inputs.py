@@ -21,10 +21,14 @@ class GenerateState:
 
     def __init__(self, args: Any, client: EngineClient, *, noise_key: int, max_context_len: int) -> None:
         self.args, self.max_context_len = args, max_context_len
-        self.noise_key = noise_key
-        self._client, self._loop, self._next_key = client, asyncio.get_running_loop(), noise_key
+        self._client, self._loop = client, asyncio.get_running_loop()
+        self.draw_from(noise_key)
         self._writing: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+
+    def draw_from(self, noise_key: int) -> None:
+        """Have the next calls draw what a new state with this key would."""
+        self.noise_key = self._next_key = noise_key
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -103,8 +107,12 @@ class RolloutFnTrainInput:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFnEvalInput:
+    """`hf_dir`: the evaluated weights as a Hugging Face folder, for a `CheckpointEvalFn`; else None."""
+
     rollout_id: int
+    generate_state: GenerateState
     weight_version: int = 0
+    hf_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,17 @@ class EvalSkip:
     """Given back in place of a `RolloutFnEvalOutput`: there is no evaluation this time."""
 
     reason: str = "custom"
+
+
+class CheckpointEvalFn:
+    """Base of a class for `--eval-function-path` that evaluates a folder of weights: it defines
+    `async evaluate_checkpoint(hf_dir, input)`, with a `RolloutFnEvalInput`, and may define `dispose`."""
+
+    def __init__(self, input: RolloutFnConstructorInput) -> None:
+        self.input = input
+
+    def dispose(self) -> Any:
+        """Called once at the end of a run, also of one that fails; may be async."""
 
 
 def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:

@@ -36,7 +36,7 @@ HOOKS = tuple(
         ("custom_loss_function_path", "args log_probs entropy inputs", "loss of each token"),
         ("custom_tis_function_path", "args pg_loss ...", "off-policy correction"),
         ("custom_pg_loss_reducer_function_path", "total_lengths ...", "averages the tokens"),
-        ("eval_function_path", "input", "class or function that gives the numbers of an evaluation"),
+        ("eval_function_path", "input", "class (or CheckpointEvalFn) or function that evaluates"),
         ("custom_eval_rollout_log_function_path", "rollout_id args data extra_metrics", "True: no default log"),
     )
 )

@@ -18,7 +18,7 @@ from miles.plugins import HookThread, HookTimeoutError, check_signature, describ
 from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub.common_filters import FilterOutput
 from miles.rollout.generate_hub.single_turn import generate
-from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
+from miles.rollout.hook_inputs import CheckpointEvalFn, GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
 from miles.rollout.hook_table import ARGUMENTS
 from miles.types import PER_TOKEN, Sample, SampleStatus, SamplingParams, TrainSample
 
@@ -46,6 +46,19 @@ class Hook:
         self.function = load_function(path, flag=self.flag)
         if name not in _SEVERAL_SIGNATURES:
             check_signature(self.function, *(arguments or ARGUMENTS[name]), path=path, flag=self.flag)
+
+    @property
+    def reads_folder(self) -> bool:
+        return inspect.isclass(self.function) and issubclass(self.function, CheckpointEvalFn)
+
+    def check_replacement(self) -> None:
+        """Raise `PluginError` unless this function or class can be called as `replace.py` will."""
+        legacy = ("args", "rollout_id", "data_source", "evaluation")
+        arguments = ("input",) if inspect.isclass(self.function) else legacy
+        check_signature(self.function, *arguments, path=self.path, flag=self.flag)
+        method = "evaluate_checkpoint" if self.reads_folder else "__call__"
+        if method not in dir(self.function):
+            raise self.wrong(f"is a class without the method {method}")
 
     async def __call__(self, *arguments: Any) -> Any:
         return await self.run(self.function, *arguments)
@@ -99,6 +112,8 @@ class RolloutHooks:
         self.source = load("data_source_path", own.data_source_path)
         self.rollout = load("rollout_function_path", own.rollout_function_path)
         self.evaluation = load("eval_function_path", own.eval_function_path)
+        for replacement in filter(None, (self.rollout, self.evaluation)):
+            replacement.check_replacement()
 
     def _load(self, name: str, path: str | None) -> Hook | None:
         return None if path is None else Hook(name, path, self._thread)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.data.buffer import GroupBuffer
+from miles.errors import PluginError
+from miles.observe.log import get_logger
 from miles.rollout.client import EngineClient
 from miles.rollout.hook_inputs import (
+    CheckpointEvalFn,
     EvalSkip,
     GenerateState,
     RolloutFnConstructorInput,
@@ -21,6 +24,10 @@ from miles.rollout.hook_inputs import (
 from miles.rollout.hooks import Hook, RolloutHooks
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.types import Sample
+
+DISPOSE_S = 60.0  # that a hook may take to let go of what it holds when the run ends
+
+logger = get_logger(__name__)
 
 
 class HookedSource:
@@ -63,29 +70,53 @@ class RolloutFunction:
     ) -> None:
         self._hook, self._hooks, self._client, self._source = hook, hooks, client, source
         self._max_context_len = max_context_len
+        self._state: GenerateState | None = None
         self._made: Any = None
         self.counts: dict[str, float] = {}
 
-    async def call(self, given: RolloutFnTrainInput | RolloutFnEvalInput) -> Any:
-        args, evaluation = self._hooks.args, isinstance(given, RolloutFnEvalInput)
-        if not inspect.isclass(self._hook.function):
-            return await self._hook(args, given.rollout_id, self._source, evaluation)
+    def _begin(self, rollout_id: int, *, stream: str) -> GenerateState:
+        """The engine as the hook sees it, with draws that do not depend on what it was asked before."""
+        args = self._hooks.args
+        if self._state is None:
+            self._state = GenerateState(args, self._client, noise_key=0, max_context_len=self._max_context_len)
+        self._state.draw_from(noise_key(args.rollout_seed, rollout_id, 0, 0, stream=stream))
+        return self._state
+
+    async def _call(self, state: GenerateState, given: RolloutFnTrainInput | RolloutFnEvalInput) -> Any:
+        hook = self._hook
+        if not inspect.isclass(hook.function):
+            return await hook(state.args, given.rollout_id, self._source, isinstance(given, RolloutFnEvalInput))
         if self._made is None:
-            key = noise_key(args.rollout_seed, 0, 0, 0, stream=EVAL_STREAM if evaluation else self._hook.path)
-            state = GenerateState(args, self._client, noise_key=key, max_context_len=self._max_context_len)
-            self._made = await self._hook(RolloutFnConstructorInput(args, self._source, state))
-        return await self._hook.run(self._made, given)
+            self._made = await hook(RolloutFnConstructorInput(state.args, self._source, state))
+        if isinstance(given, RolloutFnEvalInput) and hook.reads_folder:
+            return await hook.run(self._made.evaluate_checkpoint, given.hf_dir, given)
+        return await hook.run(self._made, given)
 
     async def collect(self, rollout_id: int) -> list[list[Sample]]:
-        output = await self.call(RolloutFnTrainInput(rollout_id, self._client.version))
+        state = self._begin(rollout_id, stream=self._hook.path)
+        output = await self._call(state, RolloutFnTrainInput(rollout_id, self._client.version))
         samples = output.samples if isinstance(output, RolloutFnTrainOutput) else output
         self.counts = dict(output.metrics) if isinstance(output, RolloutFnTrainOutput) else {}
         if not isinstance(samples, list) or not samples or not all(isinstance(group, list) for group in samples):
             raise self._hook.wrong("must return a list of groups of samples")
         return samples
 
-    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput | EvalSkip:
-        output = await self.call(RolloutFnEvalInput(rollout_id, self._client.version))
+    async def evaluate(self, rollout_id: int, hf_dir: str | None) -> RolloutFnEvalOutput | EvalSkip:
+        """Every evaluation draws the same, so that two of them differ by the weights only."""
+        state = self._begin(0, stream=EVAL_STREAM)
+        output = await self._call(state, RolloutFnEvalInput(rollout_id, state, self._client.version, hf_dir))
         if not isinstance(output, (RolloutFnEvalOutput, EvalSkip)):
             raise self._hook.wrong(f"must return a RolloutFnEvalOutput or an EvalSkip, not a {type(output).__name__}")
+        sets = output.data.values() if isinstance(output, RolloutFnEvalOutput) else ()
+        if not all(isinstance(one, dict) and len(one.get("rewards", ())) for one in sets):
+            raise self._hook.wrong("returned a set without rewards")
         return output
+
+    async def dispose(self) -> None:
+        """Tell a `CheckpointEvalFn` that the run has ended. What goes wrong in it is not how the run ended."""
+        if not isinstance(self._made, CheckpointEvalFn):
+            return
+        try:
+            await asyncio.wait_for(self._hook.run(self._made.dispose), DISPOSE_S)
+        except (PluginError, TimeoutError) as error:
+            logger.warning(str(error) or f"{self._hook.path}: dispose did not return within {DISPOSE_S:g} s")

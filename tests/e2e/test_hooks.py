@@ -2,6 +2,7 @@
 
 import re
 
+import pyarrow.parquet
 import pytest
 
 from miles.rollout.hook_table import HOOKS
@@ -9,6 +10,7 @@ from tests.e2e.harness import REPOSITORY, records
 
 PAGE = (REPOSITORY / "docs" / "hooks.md").read_text()
 EXAMPLES = dict(re.findall(r"^## --(\S+)\n.*?```python\n(.*?)```", PAGE, re.M | re.S))
+SECOND = dict(re.findall(r"^### (\S+).*?\n.*?```python\n(.*?)```", PAGE, re.M | re.S))
 
 
 def test_the_page_has_an_example_of_each_hook_in_the_order_of_the_table():
@@ -68,6 +70,26 @@ def test_examples_run(miles, names):
         assert last["eval/mine"] == 3.0 and record["rollout/response_lengths"] <= 4
         assert record["rollout/rewards"] == pytest.approx(record["rollout/raw_reward"] - 0.5, abs=1e-6)
     assert set(EXAMPLES) == {name for names in RUNS for name in names}
+
+
+def test_second_examples_run(miles):
+    for module, text in (
+        ("my_source", EXAMPLES["data-source-path"]),
+        ("my_generate", EXAMPLES["custom-generate-function-path"]),
+        ("my_rows", SECOND.pop("generate_function_path")),
+        ("my_eval", SECOND.pop("CheckpointEvalFn")),
+    ):
+        (miles.folder / f"{module}.py").write_text(text)
+    assert not SECOND
+    mixed, elsewhere = {"data_source_path": "my_rows.Mixed"}, {"eval_function_path": "my_eval.Elsewhere"}
+    once = {"num_rollout": 1, "save_interval": None}
+    ended = miles.train(**once, **mixed, **elsewhere, eval_interval=1)
+    assert ended.code == 0, ended.err
+    rows = pyarrow.parquet.read_table(miles.run / "samples" / "rollout_0.parquet").to_pylist()
+    lengths = [[row["response_length"] for row in rows if row["group_index"] == group] for group in (0, 1)]
+    assert max(lengths[0]) <= 5 < max(lengths[1])
+    assert [record["eval/elsewhere"] for record in records(miles.run, "eval")] == [1.0, 1.0]
+    assert ended.out.count("the run has ended\n") == 1 and not (miles.run / "eval_hf").exists()
 
 
 def test_the_command_lists_them(miles):

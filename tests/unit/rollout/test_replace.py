@@ -1,0 +1,143 @@
+"""Classes and functions in the place of a rollout or an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles.config.flags import with_values
+from miles.config.sections import RunConfig
+from miles.errors import PluginError
+from miles.rollout.client import EngineClient
+from miles.rollout.hook_inputs import (
+    CheckpointEvalFn,
+    RolloutFnConstructorInput,
+    RolloutFnEvalInput,
+    RolloutFnEvalOutput,
+)
+from miles.rollout.hooks import RolloutHooks
+from miles.rollout.replace import RolloutFunction
+from miles.types import Sample
+from tests.unit.rollout.fake_generator import FakeGenerator
+
+HERE = "tests.unit.rollout.test_replace."
+
+
+def old(args: Any, rollout_id: int) -> None: ...
+
+
+class NotCalled:
+    def __init__(self, input: RolloutFnConstructorInput) -> None: ...
+
+
+class TakesNothing:
+    async def __call__(self, step: Any) -> None: ...
+
+
+class NoMethod(CheckpointEvalFn): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("old", r"is called as f\(args, rollout_id, data_source, evaluation\) but is defined as"),
+        ("NotCalled", "is a class without the method __call__"),
+        ("TakesNothing", r"is called as f\(input\) but is defined as"),
+        ("NoMethod", "is a class without the method evaluate_checkpoint"),
+    ],
+)
+def test_what_cannot_be_called_is_found_at_the_start(name: str, problem: str) -> None:
+    with pytest.raises(PluginError, match=f"--eval-function-path {HERE}{name}:? {problem}"):
+        RolloutHooks(with_values(RunConfig(), {"eval_function_path": HERE + name}))
+
+
+class Asks:
+    """Asks twice: in the state that it was made with, and in that of the evaluation."""
+
+    def __init__(self, input: RolloutFnConstructorInput) -> None:
+        self.state = input.state
+
+    async def __call__(self, step: Any) -> Any:
+        state = step.generate_state if isinstance(step, RolloutFnEvalInput) else self.state
+        for one in (self.state, state):
+            await one.generate([1], {"max_new_tokens": 2})
+        return [[Sample()]]
+
+
+class Folder(CheckpointEvalFn):
+    disposed = 0
+
+    async def evaluate_checkpoint(self, hf_dir: str, step: RolloutFnEvalInput) -> Any:
+        seen = (hf_dir, step.hf_dir, step.rollout_id, step.weight_version, self.input.args.rollout_seed)
+        return RolloutFnEvalOutput({"mine": {"rewards": [1.0], "seen": seen}})
+
+    async def dispose(self) -> None:
+        Folder.disposed += 1
+        raise ValueError("nothing to close")
+
+
+def run(name: str, flag: str, use: Any) -> FakeGenerator:
+    hooks, engine = RolloutHooks(with_values(RunConfig(), {flag: HERE + name})), FakeGenerator()
+    hook = hooks.rollout or hooks.evaluation
+    assert hook is not None
+
+    async def used() -> None:
+        source: Any = None
+        await use(RolloutFunction(hook, hooks, EngineClient(engine), source, max_context_len=9))
+
+    try:
+        asyncio.run(used())
+    finally:
+        hooks.close()
+    return engine
+
+
+def keys(engine: FakeGenerator) -> list[int]:
+    return [request.noise_key for requests in engine.submits for request in requests]
+
+
+def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
+    async def both(function: RolloutFunction) -> None:
+        await function.collect(4)
+        await function.collect(5)
+
+    whole = keys(run("Asks", "rollout_function_path", both))
+    resumed = keys(run("Asks", "rollout_function_path", lambda function: function.collect(5)))
+    assert resumed == whole[2:] and len(set(whole)) == 4
+
+
+def test_every_evaluation_draws_the_same() -> None:
+    async def twice(function: RolloutFunction) -> None:
+        for rollout_id in (0, 3):
+            with pytest.raises(PluginError, match="must return a RolloutFnEvalOutput or an EvalSkip, not a list"):
+                await function.evaluate(rollout_id, None)
+
+    first, second, *again = keys(run("Asks", "eval_function_path", twice))
+    assert again == [first, second] and first != second
+
+
+def test_a_checkpoint_evaluation_gets_the_folder_and_is_disposed_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(function: RolloutFunction) -> None:
+        await function.dispose()  # not made yet
+        assert Folder.disposed == 0
+        output = await function.evaluate(7, "weights")
+        assert isinstance(output, RolloutFnEvalOutput)
+        assert output.data["mine"]["seen"] == ("weights", "weights", 7, 3, 42)
+        await function.dispose()
+
+    run("Folder", "eval_function_path", use)
+    assert Folder.disposed == 1 and "ValueError: nothing to close" in caplog.text
+
+
+class Empty:
+    def __init__(self, input: RolloutFnConstructorInput) -> None: ...
+
+    async def __call__(self, step: Any) -> Any:
+        return RolloutFnEvalOutput({"mine": {"rewards": []}})
+
+
+def test_a_set_has_rewards() -> None:
+    with pytest.raises(PluginError, match="returned a set without rewards"):
+        run("Empty", "eval_function_path", lambda function: function.evaluate(0, None))
