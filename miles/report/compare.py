@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -22,6 +23,7 @@ SEEDS = ("seed", "rollout_seed")
 # Settings that name a run or a place, and flags that may change on resume: they do not make it another setup.
 PLACES = ("hf_checkpoint", "prompt_data", "save_debug_event_data", "wandb_group", "wandb_dir", "tb_experiment_name")
 MIN_SPREAD = 1e-6
+UnitsOf = Callable[[RunData], Units]
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,10 @@ def compare(baseline: Arm, change: Arm) -> Comparison:
 
 
 def _rows(baseline: Arm, change: Arm, steps: Sequence[int], window: Sequence[int]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for title, chosen in (("reward", window), ("reward, all steps", steps)):
-        row = _reward_row(title, baseline, change, chosen)
-        rows += [row] if row is not None else []
+        by_step = partial(_step_units, key="reward", steps=chosen)
+        rows += _rewards(title, baseline, change, partial(_prompt_units, steps=chosen), by_step, "steps")
     rows += _eval_rows(baseline, change)
     for key in ("length", "truncated", "gap", "entropy", "grad"):
         sides = [[_step_units(run, key, window) for run in side.runs] for side in (baseline, change)]
@@ -128,17 +130,16 @@ def _rows(baseline: Arm, change: Arm, steps: Sequence[int], window: Sequence[int
     return rows
 
 
-def _reward_row(title: str, baseline: Arm, change: Arm, steps: Sequence[int]) -> Row | None:
-    """By prompt where every run has samples, else by step."""
-    sides = [[_prompt_units(run, steps) for run in side.runs] for side in (baseline, change)]
-    unit = "prompts"
-    if not all(units for side in sides for units in side):
-        sides = [[_step_units(run, "reward", steps) for run in side.runs] for side in (baseline, change)]
-        unit = "steps"
-        if not all(units for side in sides for units in side):
-            return None
-    values = [value for side in sides for units in side for value in units.values()]
-    return Row(title, compare_units(sides[0], sides[1], scale=_answer_spread(values)), unit)
+def _rewards(
+    title: str, baseline: Arm, change: Arm, by_prompt: UnitsOf, otherwise: UnitsOf, unit: str
+) -> Iterator[Row]:
+    """By prompt where every run has samples, else by `unit`; nothing where a run lacks these too."""
+    for name, units_of in (("prompts", by_prompt), (unit, otherwise)):
+        sides = [[units_of(run) for run in side.runs] for side in (baseline, change)]
+        if all(units for side in sides for units in side):
+            values = [value for side in sides for units in side for value in units.values()]
+            yield Row(title, compare_units(sides[0], sides[1], scale=_answer_spread(values)), name)
+            return
 
 
 def _answer_spread(values: Sequence[float]) -> float:
@@ -177,23 +178,19 @@ def _eval_rows(baseline: Arm, change: Arm) -> list[Row]:
     """Each evaluation set at the last evaluation that all runs have."""
     runs = [*baseline.runs, *change.runs]
     curves = [{name: dict(points) for name, points in eval_curves(run).items()} for run in runs]
-    rows = []
+    rows: list[Row] = []
     for name in curves[0]:
         shared = set.intersection(*(set(curve.get(name, {})) for curve in curves))
         if not shared:
             continue
         last = max(shared)
-        sides = [[_eval_units(run, name, last) for run in side.runs] for side in (baseline, change)]
-        unit = "prompts"
-        if not all(units for side in sides for units in side):
-            sides = [
-                [{(last, ""): dict(eval_curves(run)[name])[last]} for run in side.runs] for side in (baseline, change)
-            ]
-            unit = "runs"
-        values = [value for side in sides for units in side for value in units.values()]
-        verdict = compare_units(sides[0], sides[1], scale=_answer_spread(values))
-        rows.append(Row(f"{name} after {last} steps", verdict, unit))
+        by_prompt, mean = (partial(units_of, name=name, step=last) for units_of in (_eval_units, _eval_mean))
+        rows += _rewards(f"{name} after {last} steps", baseline, change, by_prompt, mean, "runs")
     return rows
+
+
+def _eval_mean(run: RunData, name: str, step: int) -> Units:
+    return {(step, ""): dict(eval_curves(run)[name])[step]}
 
 
 def _eval_units(run: RunData, name: str, step: int) -> Units:

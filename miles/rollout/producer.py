@@ -95,7 +95,9 @@ class Producer:
         chosen = [jobs[number] for number in outcome.chosen]
         dropped = [jobs[number] for number in outcome.dropped]
         spare = [jobs[number] for number in outcome.surplus]
-        spare, dropped = self._settle(spare, dropped)
+        # with partial rollout a group that ended while the rollout was stopped may have to be dropped too
+        late = [job for job in spare if self._partial and job.drop_reason is not None]
+        spare, dropped = [job for job in spare if job not in late], dropped + late
         check_failures(_written(chosen + dropped), what=f"rollout {rollout_id}")
         self.counts = self._count(jobs, chosen, dropped, spare)
         self._park(spare, rollout_id)
@@ -192,11 +194,6 @@ class Producer:
             for ended in await asyncio.gather(*running, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
-
-    def _settle(self, spare: list[_Job], dropped: list[_Job]) -> tuple[list[_Job], list[_Job]]:
-        """With partial rollout a group that ended while the rollout was stopped may have to be dropped too."""
-        late = [job for job in spare if self._partial and job.drop_reason is not None]
-        return [job for job in spare if job not in late], dropped + late
 
     def _park(self, spare: list[_Job], rollout_id: int) -> None:
         """Give groups back that nobody needed: with what they have (partial rollout), or as they were."""
