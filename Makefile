@@ -17,7 +17,7 @@ help:
 	@echo "make gpu          tests that need a CUDA device"
 	@echo "make clean        remove .venv and caches"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt scripts/make_venv.sh
 	@PYTHON='$(PYTHON)' scripts/make_venv.sh
 
 quickstart: $(READY)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with Miles, its development tools and the right torch: the CUDA build when nvidia-smi works, else a CPU build.
-# `make` runs it when .venv is missing or older than pyproject.toml or constraints.txt. PYTHON=... chooses the interpreter.
+# `make` runs it when .venv is missing or older than pyproject.toml, constraints.txt or this file. PYTHON=... chooses the
+# interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -69,4 +70,6 @@ else
     install_cpu_torch
 fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+# An editable install finds `miles` alone; the scripts of `benchmarks/` and `recipes/` import each other, too.
+pwd >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/miles_repository.pth"
 touch "$venv/.ready"
