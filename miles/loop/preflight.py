@@ -102,7 +102,7 @@ def labels(prompts: Sequence[Sample], problems: Sequence[str | None]) -> Verdict
     bad = [(sample, problem) for sample, problem in zip(prompts, problems, strict=True) if problem is not None]
     share = 1 - len(bad) / max(len(prompts), 1)
     data = {"num_rows": len(prompts), "parse_rate": share}
-    text = f"{share:.1%} of {len(prompts)} labels can be graded with"
+    text = f"answers can be graded with {share:.1%} of {len(prompts)} labels"
     if not bad:
         return Verdict("labels", OK, text, data=data)
     shown = tuple(f"label {sample.label!r:.80}: {problem}" for sample, problem in bad[:NUM_SHOWN])

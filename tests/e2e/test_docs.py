@@ -120,6 +120,17 @@ def test_what_a_page_names_exists(page):
     assert page not in PAGES or len(text.splitlines()) <= 150
 
 
+def test_a_reader_can_run_all_pages_in_one_folder():
+    """A run name belongs to one page: another page's command with the same name would be refused."""
+    pages: dict[str, set[str]] = {}
+    for page in sorted(path.stem for path in DOCS.glob("*.md")):
+        for mark, content in blocks(page):
+            for name in re.findall(r"--run-name (\S+)|MILES_RUN=(\S+)", content if mark != "fails" else ""):
+                pages.setdefault("".join(name), set()).add(page)
+    assert len(pages) > 20
+    assert {name: found for name, found in pages.items() if len(found) > 1} == {}
+
+
 def test_commands_of_the_readme_are_well_formed():
     train = [argv for argv in commands(text_of("../README")) if argv[0] == "train"]
     assert len(train) == 1
