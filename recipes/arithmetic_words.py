@@ -9,9 +9,9 @@ held-out sum is ever seen in training, in any order or wording.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,4 +75,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args().folder)

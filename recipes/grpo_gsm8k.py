@@ -18,6 +18,7 @@ Settings come from the environment:
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -124,9 +125,11 @@ def fetch(kind: str, repository: str, target: Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", dest="only_print", help="show the command and stop")
+    only_print = parser.parse_args(arguments).only_print  # any other flag is an error: it belongs into MILES_EXTRA_ARGS
     lab = Path(os.environ.get("MILES_LAB", "."))
     name = os.environ.get("MILES_MODEL", "Qwen3-0.6B")
-    only_print = "--print" in arguments
     model = Path(name) if Path(name).is_dir() else lab / "models" / name
     data = lab / "datasets" / "gsm8k"
     if not only_print:

@@ -4,7 +4,7 @@ import pytest
 
 from miles.config.flags import flatten
 from miles.config.parse import parse_train
-from recipes.grpo_gsm8k import build_command
+from recipes.grpo_gsm8k import build_command, main
 
 PLACES = {"model": Path("m"), "data": Path("d"), "runs": Path("r")}
 
@@ -45,3 +45,9 @@ def test_true_on_policy_wins_over_extra_arguments():
     names = ("true_on_policy_mode", "deterministic_mode", "engine_enable_deterministic_inference")
     assert all(values[name] for name in names) and values["recompute_logprobs_via_prefill"]
     assert values["attn_implementation"] == "flash_attention_3"
+
+
+def test_a_flag_of_the_run_on_the_launchers_own_command_line_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--print", "--lr", "1e-5"])
+    assert ended.value.code == 2 and "--lr" in capsys.readouterr().err
