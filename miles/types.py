@@ -67,12 +67,11 @@ class Sample:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
         """What lists per token hold never changes: a rollout, which copies many samples, does not go through them."""
-        copied = Sample(**{name: getattr(self, name) for name in self.__slots__})
-        for name in ("prompt", "label", "reward", "metadata"):
+        copied = memo[id(self)] = copy.copy(self)
+        for name in ("prompt", "label", "reward", "metadata", *getattr(self, "__dict__", ())):  # of a subclass
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         for name in ("tokens", *PER_TOKEN):
-            if (values := getattr(self, name)) is not None:
-                setattr(copied, name, list(values))
+            setattr(copied, name, copy.copy(getattr(self, name)))
         return copied
 
 

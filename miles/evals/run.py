@@ -87,7 +87,8 @@ async def evaluate(
 def from_function(output: RolloutFnEvalOutput | EvalSkip) -> EvalResult:
     """The result of an evaluation by a hook: the mean reward of each set, and its own metrics."""
     if isinstance(output, EvalSkip):
-        return EvalResult({f"eval/skipped_{re.sub('[^a-z0-9_]+', '_', output.reason.lower())}": 1.0}, {})
+        reason = re.sub("[^a-z0-9]+", "_", str(output.reason).lower()).strip("_")[:60]
+        return EvalResult({f"eval/skipped_{reason or 'custom'}": 1.0}, {})
     means = {f"eval/{name}": mean(data["rewards"]) for name, data in output.data.items()}
     return EvalResult(means | output.metrics, {name: data.get("samples", []) for name, data in output.data.items()})
 

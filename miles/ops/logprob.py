@@ -192,9 +192,7 @@ def _log_softmax(logits_CV: Tensor, temperature: float, chunk: slice, kept: Kept
     return logits_CV.log_softmax(-1)
 
 
-def _as_drawn(
-    logits_CV: Tensor, targets_CK: Tensor, temperature: float, chunk: slice, kept: KeptIds | None
-) -> Tensor:
+def _as_drawn(logits_CV: Tensor, targets_CK: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
     """Log-probs by the steps of the engine on CUDA, which divides by the temperature before it cuts."""
     if kept is None:
         return row_log_probs(logits_CV, targets_CK, temperature=temperature)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from miles.config.flags import FLAGS, Args
 from miles.config.sections import RunConfig
 from miles.data.buffer import take_oldest
@@ -161,7 +163,7 @@ class RolloutHooks:
     ) -> str | None:
         """Write one answer of a group, by the hook when there is one, which may put several rows in its place.
         Returns why that failed, or None."""
-        path = sample.generate_function_path
+        path = sample.generate_function_path and str(sample.generate_function_path)
         if path not in self._writers:
             self._writers[path] = self._load("custom_generate_function_path", path)
         hook = self._writers[path]
@@ -186,6 +188,8 @@ class RolloutHooks:
         if problem is not None:
             raise hook.wrong(f"{problem} for sample {sample.index}")
         for row in rows:
+            for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+                setattr(row, name, np.asarray(getattr(row, name)).tolist())
             row.group_index, row.index = sample.group_index, sample.index
             row.metadata |= origin
         place = next(n for n, member in enumerate(group) if member is sample)
@@ -248,6 +252,10 @@ def _problem_of(sample: Any) -> str | None:
         return f"returned a {type(sample).__name__}, not a Sample"
     if sample.status is SampleStatus.PENDING:
         return "returned a sample whose status is still pending"
+    return _problem_of_lengths(sample)
+
+
+def _problem_of_lengths(sample: Sample | TrainSample) -> str | None:
     if not 0 <= sample.response_length < max(1, len(sample.tokens)):
         return f"returned {len(sample.tokens)} tokens with a response_length of {sample.response_length}"
     for name in PER_TOKEN:
@@ -266,13 +274,12 @@ def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[Tra
         if len(values) != len(rows):
             raise hook.wrong(f"returned {len(values)} {name} for {len(rows)} samples")
         for row, value in zip(rows, values, strict=True):
-            setattr(row, _TRAIN_COLUMNS[name], value)
+            setattr(row, _TRAIN_COLUMNS[name], np.asarray(value).tolist())
     for row in rows:
         if not math.isfinite(row.reward):
             raise hook.wrong(f"gave sample {row.index} the reward {row.reward}")
-        if len(row.loss_mask) != row.response_length:
-            masks = len(row.loss_mask)
-            raise hook.wrong(f"gave sample {row.index} {masks} loss_masks for {row.response_length} tokens")
+        if problem := _problem_of_lengths(row):
+            raise hook.wrong(f"{problem} for sample {row.index}")
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from miles.rollout.reward_value import reward_value, reward_values
-from miles.types import Sample, SampleStatus, TrainSample
+from miles.types import PER_TOKEN, Sample, SampleStatus, TrainSample
 
 
 def to_train_samples(groups: Iterable[Iterable[Sample]], *, reward_key: str | None = None) -> list[TrainSample]:
@@ -15,11 +15,10 @@ def to_train_samples(groups: Iterable[Iterable[Sample]], *, reward_key: str | No
 
 def _to_train(sample: Sample, reward_key: str | None) -> TrainSample:
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    for name in ("loss_mask", "rollout_log_probs", "weight_versions", "kept_token_ids"):
+    for name in PER_TOKEN:
         values = getattr(sample, name)
-        assert values is None or len(values) == sample.response_length, (
-            f"sample {sample.index}: {name} has another length"
-        )
+        fits = values is None or len(values) == sample.response_length
+        assert fits, f"sample {sample.index}: {name} has another length"
     reward = float(reward_value(sample, reward_key))
     return TrainSample(
         tokens=sample.tokens,

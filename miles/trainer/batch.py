@@ -174,7 +174,7 @@ def _trained(sample: TrainSample, values: list[Any] | None, what: str) -> list[A
     """The entries of a list over the response that belong to trained tokens."""
     if not any(sample.loss_mask):
         return []
-    values = values or []
+    assert values is not None, f"sample {sample.index} has no {what}, others have"
     assert len(values) == sample.response_length, f"sample {sample.index}: {what} and response differ in length"
     if all(sample.loss_mask):
         return values
@@ -188,6 +188,9 @@ def _engine_top(samples: Sequence[TrainSample], device: torch.device) -> TopLogP
     log_probs = [row for sample in samples for row in _trained(sample, sample.top_log_probs, "their log-probs")]
     if not ids:
         return None
+    both = [(s.index, (*(s.top_token_ids or ()), *(s.top_log_probs or ()))) for s in samples]
+    odd = [index for index, rows in both if {*map(len, rows)} - {len(ids[0])}]
+    assert not odd, f"samples {name_samples(odd)}: not all tokens have {len(ids[0])} most likely ids with log-probs"
     # `stack` would make a view of each row.
     ids_RK, log_probs_RK = (on_device(np.concatenate(rows).reshape(len(ids), -1), device) for rows in (ids, log_probs))
     return TopLogProbs(ids_RK.long(), log_probs_RK)

@@ -100,8 +100,9 @@ class LocalTrainer:
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
         """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite or not plausible."""
         versions = {weight_version}.union(*(sample.weight_versions or () for sample in samples))
-        assert max(versions) <= weight_version, f"tokens of weight version {max(versions)}, now {weight_version}"
-        self._check_kept_sets(samples)
+        newest = [sample.index for sample in samples if max(versions) in (sample.weight_versions or ())]
+        assert max(versions) <= weight_version, f"samples {name_samples(newest)} are of weights that do not exist yet"
+        self._check_samples(samples)
         with self._timers.span("data_preprocess"):
             batch, num_broken = self._batch(canonical_order(samples))
             advantages_S, scored_S = self._advantages(batch)
@@ -233,13 +234,14 @@ class LocalTrainer:
         found = rescore_in_another_packing(self.model, self._scorer, batch, self.config, max_tokens=self.max_tokens)
         return found if self.num_steps == 0 else {}
 
-    def _check_kept_sets(self, samples: Sequence[TrainSample]) -> None:
-        rollout = self.config.rollout
+    def _check_samples(self, samples: Sequence[TrainSample]) -> None:
+        size, rollout = self.model.spec.vocab_size, self.config.rollout
+        wrong = [s.index for s in samples if any(s.loss_mask) and not 0 <= min(s.tokens) <= max(s.tokens) < size]
+        if wrong:  # a GPU would be of no more use
+            raise TrainError(f"samples {name_samples(wrong)} have token ids that are not from 0 to {size - 1}")
         cuts = rollout.rollout_top_k > 0 or rollout.rollout_top_p < 1.0 or rollout.rollout_min_p > 0.0
-        if not cuts or not self.is_policy:
-            return
         lacking = [sample.index for sample in samples if sample.kept_token_ids is None and any(sample.loss_mask)]
-        if lacking:
+        if lacking and self.is_policy and (cuts or any(sample.kept_token_ids is not None for sample in samples)):
             raise TrainError(
                 f"with top-k, top-p or min-p the engine returned no kept sets for samples {name_samples(lacking)}; "
                 "scored over all tokens every ratio would be wrong. Use an engine that returns them, or no cut"

@@ -12,10 +12,11 @@ from miles.config.flags import with_values
 from miles.config.sections import DataConfig, EvalConfig, RewardConfig, RolloutConfig, RunConfig
 from miles.data.prompts import PromptSet
 from miles.errors import ConfigError, DataError, RewardError
-from miles.evals.run import EvalResult, evaluate
+from miles.evals.run import EvalResult, evaluate, from_function
 from miles.evals.suites import EvalSuite, eval_sampling, load_suites
 from miles.observe import names
 from miles.rollout.client import EngineClient
+from miles.rollout.hook_inputs import EvalSkip
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
 from miles.rollout.rewards import RewardRunner
@@ -156,3 +157,11 @@ def test_an_answer_of_several_rows_counts_once() -> None:
     result = run(FakeGenerator(), [suite("easy", ["7", "8"])], config)
     assert result.metrics["eval/easy"] == 0.5 and result.metrics["eval/easy/num_answers"] == 4.0
     assert result.metrics["eval/easy-avg@2"] == 0.5 and len(result.samples["easy"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [("Warm up!", "warm_up"), ("a\nb/c", "a_b_c"), ("", "custom"), (None, "none"), ("x" * 99, "x" * 60)],
+)
+def test_any_reason_to_leave_an_evaluation_out_makes_a_short_name(reason: Any, name: str) -> None:
+    assert from_function(EvalSkip(reason)).metrics == {f"eval/skipped_{name}": 1.0}

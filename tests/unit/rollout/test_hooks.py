@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles.config.flags import with_values
@@ -69,6 +70,18 @@ def no_number(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"rewards": [float("nan")] * len(samples)}
 
 
+def too_long(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {"response_lengths": [5] * len(samples), "loss_masks": [[0, 0, 0, 1, 1]] * len(samples)}
+
+
+def one_log_prob_more(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {"rollout_log_probs": [np.array([-1.0, -2.0])] * len(samples)}
+
+
+def arrays(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {"rollout_log_probs": [np.array([-1.5])] * len(samples), "tokens": [np.array([1, 2, 3])] * len(samples)}
+
+
 def unknown_column(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"reward": [1.0] * len(samples)}
 
@@ -129,6 +142,8 @@ def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]
     assert [row.response for row in rows] == [*first, "7", "7 again"]
     with pytest.raises(PluginError, match="has no function two_row; did you mean"):
         write(function, last=HERE + "two_row")
+    with pytest.raises(PluginError, match="5: expected an import path"):
+        write(function, last=5)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +152,8 @@ def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]
         ("custom_reward_post_process_path", "one_list", "failed|must return two lists"),
         ("custom_convert_samples_to_train_data_path", "wrong_count", "returned 1 rewards for 3 samples"),
         ("custom_convert_samples_to_train_data_path", "no_number", "gave sample 0 the reward nan"),
+        ("custom_convert_samples_to_train_data_path", "too_long", "a response_length of 5 for sample 0"),
+        ("custom_convert_samples_to_train_data_path", "one_log_prob_more", "2 rollout_log_probs for 1 tokens"),
         ("custom_convert_samples_to_train_data_path", "unknown_column", "returned reward; known columns: tokens"),
     ],
 )
@@ -145,6 +162,13 @@ def test_what_a_hook_gives_the_trainer_is_checked(flag: str, function: str, prob
     samples = example_group((0.0, 1.0, 1.0), reward_key=None)
     with pytest.raises(PluginError, match=problem):
         asyncio.run(hooks.to_train(samples, to_train_samples([samples])))
+
+
+def test_a_hook_can_give_the_trainer_arrays() -> None:
+    hooks = RolloutHooks(with_values(RunConfig(), {"custom_convert_samples_to_train_data_path": HERE + "arrays"}))
+    samples = example_group((0.0, 1.0), reward_key=None)
+    for row in asyncio.run(hooks.to_train(samples, to_train_samples([samples]))):
+        assert row.rollout_log_probs == [-1.5] and row.tokens == [1, 2, 3] and isinstance(row.tokens, list)
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,10 @@ def test_an_engine_that_returns_no_kept_sets_is_refused(make_config) -> None:
     samples[2].kept_token_ids = None
     with pytest.raises(TrainError, match="no kept sets for samples 2; "):
         train(make_config, samples, {}, rollout_top_k=6)
+
+
+def test_kept_sets_of_some_samples_only_are_refused(make_config) -> None:
+    samples = write({"top_k": 6}, num=4)
+    samples[2].kept_token_ids = None
+    with pytest.raises(TrainError, match="no kept sets for samples 2; "):
+        train(make_config, samples, {})

@@ -7,6 +7,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from miles.observe.names import check
 from miles.ops import logprob
 from miles.trainer import losses
 from miles.trainer.advantages import group_relative, standardised
+from miles.trainer.batch import token_batch
 from miles.trainer.trainer import LocalTrainer
 from miles.types import TrainSample
 
@@ -289,6 +291,28 @@ def test_field_note_24_masked_and_empty_answers_change_nothing_for_the_others(
     for name in ("log_probs", "entropy", "advantages", "rollout_log_probs"):
         assert result.rollout[f"rollout/{name}"] == pytest.approx(expected.rollout[f"rollout/{name}"], rel=1e-6)
     assert result.rollout["rollout/num_unscored"] == 2
+
+
+def test_what_no_model_could_be_trained_on_names_its_samples(make_model, make_config, make_samples) -> None:
+    trainer = LocalTrainer(make_model(), None, make_config(), total_steps=1)
+    for token_id in (23, -1):
+        samples = make_samples(num_groups=1)
+        samples[1].tokens = [*samples[1].tokens[:-1], token_id]
+        with pytest.raises(TrainError, match=f"samples {samples[1].index} have token ids that are not from 0 to 22"):
+            trainer.train(samples, rollout_id=0, weight_version=0)
+    samples = make_samples(num_groups=1)
+    samples[2].weight_versions = [7] * samples[2].response_length
+    with pytest.raises(AssertionError, match=f"samples {samples[2].index} are of weights that do not exist yet"):
+        trainer.train(samples, rollout_id=0, weight_version=6)
+
+
+def test_rows_of_most_likely_tokens_do_not_run_into_each_other(make_samples) -> None:
+    samples = make_samples(num_groups=1)
+    for sample, count in zip(samples, (2, 2, 4, 2), strict=False):
+        sample.top_token_ids = [np.arange(count, dtype=np.int32)] * sample.response_length
+        sample.top_log_probs = [np.zeros(count, np.float32)] * sample.response_length
+    with pytest.raises(AssertionError, match=f"samples {samples[2].index}: not all tokens have 2"):
+        token_batch(samples[:4], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("flags", [{}, {"global_batch_size": 2}, {"use_kl_loss": True}], ids=str)
