@@ -11,6 +11,9 @@ Wilson's interval at 95 %.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +53,8 @@ def run_all(folders: list[Path], arguments: argparse.Namespace) -> None:
             command += ["--share", ENGINE_SHARE / arguments.seeds]
         with open(folder / "run.log", "w") as log:
             out = log if arguments.together else None
-            running.append(subprocess.Popen(list(map(str, command)), stdout=out, stderr=out))
+            command = list(map(str, command))
+            running.append(subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True))
     try:
         while any(process.poll() is None for process in running):
             check(running, folders)
@@ -58,7 +62,8 @@ def run_all(folders: list[Path], arguments: argparse.Namespace) -> None:
         check(running, folders)
     finally:
         for process in running:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # with the run of `miles train` that it waits for
 
 
 def check(running: list[subprocess.Popen], folders: list[Path]) -> None:
@@ -78,6 +83,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--together", action="store_true", help="run the seeds at the same time")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error("--seeds must be at least 1")
     start, runs = time.perf_counter(), {}
     folders = [arguments.folder / f"seed_{seed}" for seed in range(arguments.seeds)]
     waves = [folders] if arguments.together else [[folder] for folder in folders]

@@ -13,6 +13,8 @@ import json
 import random
 from pathlib import Path
 
+MOST = 100_000  # far fewer than there are, so that no pair is looked for in vain
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -20,6 +22,8 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=2000)
     parser.add_argument("--held-out", type=int, default=114)
     arguments = parser.parse_args()
+    if not (arguments.train > 0 < arguments.held_out and arguments.train + arguments.held_out <= MOST):
+        parser.error(f"--train and --held-out must be above 0, and together at most {MOST}")
     rng = random.Random(0)
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < arguments.train + arguments.held_out:
