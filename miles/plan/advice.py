@@ -128,7 +128,8 @@ def fastest(job: Job) -> Changes | None:
     caches = [_cache_need(job) // part for part in (1, 2, 4, 8)] if job.has_engine else [None]
     best: Changes | None = None
     best_rank = (True, float("inf"))
-    least: Changes = {} if job.config.memory.recompute_granularity == "selective" else {"recompute_num_layers": 0}
+    fixed, method = job.limits.activations.fixed, job.config.memory.recompute_method
+    least: Changes = {"recompute_num_layers": 0} if fixed and fixed.num_layers and method != "uniform" else {}
     choices = itertools.product(
         budgets, caches, MOMENT_BYTES, (False,) if job.machine.shares_memory else (False, True),
         (least, *_recompute(job)),
@@ -145,7 +146,7 @@ def fastest(job: Job) -> Changes | None:
     if best is None:
         return next(iter(remedies(job)), None)
     now = flatten(job.config)
-    return {name: value for name, value in best.items() if value != now[name] and (value or now[name])}
+    return {name: value for name, value in best.items() if value != now[name]}
 
 
 def largest_models(job: Job) -> tuple[str | None, str | None]:

@@ -271,6 +271,13 @@ def test_every_knob_turns_memory_down():
         assert used == sorted(used, reverse=True) and used[-1] < estimate(asked).process_bytes, knob
 
 
+def test_the_fastest_setting_says_that_no_layer_is_computed_again():
+    """Without the number the granularity means all of them."""
+    asked = job(recompute_granularity="full", max_tokens_per_gpu=1024)
+    assert changed(asked, fastest(asked)).limits.activations.fixed.num_layers == 0
+    assert "recompute_num_layers" not in fastest(job(recompute_granularity="full", recompute_method="uniform"))
+
+
 def test_the_fastest_setting_fits_and_is_not_slower():
     asked = job("Qwen3-4B", machine("GB10"), max_tokens_per_gpu=1024, engine_max_total_tokens=4096)
     best = changed(asked, fastest(asked))
