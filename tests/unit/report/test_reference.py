@@ -31,7 +31,7 @@ def test_rows_have_the_cells_of_their_table(page):
 
 def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
     """The page's own command lines, on runs made up with the names it uses; `test_docs.py` runs them on real ones."""
-    for seed, name, lr in ((1, "first", 1e-6), (2, "second", 1e-6), (3, "changed", 1e-5)):
+    for seed, name, lr in ((1, "seen", 1e-6), (2, "seen-2", 1e-6), (3, "changed", 1e-5)):
         make_run(tmp_path / "runs" / name, [0.5] * 6, seed=seed, lr=lr)
     monkeypatch.chdir(tmp_path)
     text = (REPOSITORY / "docs" / "see_the_run.md").read_text()
