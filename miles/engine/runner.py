@@ -8,7 +8,6 @@ Shapes: T packed new tokens, R rows that get a token, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,7 @@ from miles.engine.memory import KvCache
 from miles.engine.request import UNKNOWN, RequestTable
 from miles.engine.sampler import Done, Drawing, OnTheWay, draw, draw_on_device
 from miles.engine.sharing import SharedBeginnings
-from miles.model.context import ForwardContext
+from miles.model.context import ForwardContext, on_device
 from miles.model.decoder import Decoder
 from miles.ops import numerics
 from miles.ops.kernels import HEAD_SIZES, has_kernels, kernels
@@ -48,7 +47,7 @@ class Runner:
         self.cache = cache
         self._invariant = invariant
         self._model, self._table, self._overlaps = model, table, overlaps
-        self._upload = uploader(device)
+        self._upload = partial(on_device, device=device)
         # the last token of each row, and a place for rows that are padding
         self._last_tokens = torch.zeros(table.num_rows + 1, dtype=torch.int64, device=device)
         self._sharing: SharedBeginnings | None = None
@@ -122,10 +121,3 @@ def shared_beginnings(model: Decoder, table: RequestTable) -> SharedBeginnings:
         key_block=attention.TILES[16][0],
         most_tokens=attention.CHUNK * attention.SHARED_CHUNKS,
     )
-
-
-def uploader(device: torch.device) -> Callable[[np.ndarray], Tensor]:
-    """From an array to a tensor on the device, without waiting for what the device is doing."""
-    if device.type == "cpu":
-        return torch.from_numpy
-    return lambda array: torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -65,7 +65,8 @@ def packed_context(
 
 
 def on_device(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """A copy on the device. On a GPU, nothing waits for it: from memory that is not pinned the host would."""
+    """The array on the device, on a CPU its own memory. On a GPU it is copied, and nothing waits for what the device is
+    doing: from memory that is not pinned the host would."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
