@@ -102,10 +102,10 @@ def row_log_probs(logits_RV: Tensor, ids_RK: Tensor, *, temperature: float = 1.0
     return tempered(logits_RV, temperature).log_softmax(-1).gather(1, ids_RK)
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
+def tempered(logits: Tensor, temperature: float, *, out: Tensor | None = None) -> Tensor:
     """`logits / temperature`, divided as the engine does: by a number of float32, which is not a product with its
-    inverse."""
-    return logits if temperature == 1.0 else logits / logits.new_full((1, 1), temperature)
+    inverse. `out` may be the logits."""
+    return logits if temperature == 1.0 else torch.div(logits, logits.new_full((1, 1), temperature), out=out)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -185,8 +185,7 @@ def _logits(hidden_TD: Tensor, head_VD: Tensor, chunk: slice) -> Tensor:
 
 def _log_softmax(logits_CV: Tensor, temperature: float, chunk: slice, kept: KeptIds | None) -> Tensor:
     """Overwrites the logits."""
-    if temperature != 1.0:
-        logits_CV /= logits_CV.new_full((1, 1), temperature)
+    logits_CV = tempered(logits_CV, temperature, out=logits_CV)
     if kept is not None:
         kept.cut(logits_CV, chunk)
     return logits_CV.log_softmax(-1)
