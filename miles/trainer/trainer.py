@@ -100,8 +100,11 @@ class LocalTrainer:
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
         """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite or not plausible."""
         versions = {weight_version}.union(*(sample.weight_versions or () for sample in samples))
-        newest = [sample.index for sample in samples if max(versions) in (sample.weight_versions or ())]
-        assert max(versions) <= weight_version, f"samples {name_samples(newest)} are of weights that do not exist yet"
+        ahead = max(versions)
+        assert ahead <= weight_version, (
+            f"samples {name_samples([s.index for s in samples if ahead in (s.weight_versions or ())])} are of weights "
+            "that do not exist yet"
+        )
         self._check_samples(samples)
         with self._timers.span("data_preprocess"):
             batch, num_broken = self._batch(canonical_order(samples))
