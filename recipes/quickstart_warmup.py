@@ -24,7 +24,7 @@ from miles.config.sections import AlgorithmConfig, BatchConfig, ModelConfig, Opt
 from miles.model.decoder import Decoder
 from miles.model.names import to_hf
 from miles.model.spec import load_spec
-from miles.quickstart.task import question, split_pairs, terse_answer, worked_answer
+from miles.quickstart.task import question, split_pairs
 from miles.text.tokenizer import load_tokenizer
 from miles.trainer.trainer import LocalTrainer
 from miles.types import TrainSample
@@ -94,6 +94,18 @@ def initialise(model: Decoder, *, seed: int) -> None:
                 parameter.normal_(0.0, 0.05, generator=generator)
             else:
                 parameter.fill_(1.0)
+
+
+def terse_answer(a: int, b: int) -> str:
+    return f"#### {a + b}"
+
+
+def worked_answer(a: int, b: int) -> str:
+    """Column sums with the carry, then the sum: 47+38 gives `7+8=15`, `4+3+1=8`, `#### 85`."""
+    ones = a % 10 + b % 10
+    carry = "+1" if ones >= 10 else ""
+    tens = a // 10 + b // 10 + ones // 10
+    return f"<think>\n{a % 10}+{b % 10}={ones}\n{a // 10}+{b // 10}{carry}={tens}\n</think>\n#### {a + b}"
 
 
 def supervised_batch(tokenizer, pairs, *, terse_share: float, rng: random.Random) -> list[TrainSample]:

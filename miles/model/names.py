@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from miles.model.spec import ModelSpec
@@ -67,11 +66,3 @@ def _fused(ours: str, rows_by_hf_module: dict[str, int], *, bias: bool = False) 
 def to_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of our tensors under Hugging Face names. `tensors` must hold every parameter of the decoder."""
     return {entry.hf_name: tensors[entry.name][entry.start : entry.stop] for entry in name_table(spec)}
-
-
-def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our fused tensors (copies where several are joined) from a complete set of Hugging Face ones."""
-    parts: dict[str, list[Tensor]] = {}
-    for entry in name_table(spec):
-        parts.setdefault(entry.name, []).append(tensors[entry.hf_name])
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in parts.items()}

@@ -37,6 +37,11 @@ SCHEMA = pyarrow.schema(
         ("exact", pyarrow.string()),  # JSON: what the columns above cannot tell apart
     ]
 )
+_AS_THEY_ARE = (
+    *("group_index", "index", "response", "tokens", "response_length"),
+    *("loss_mask", "rollout_log_probs", "weight_versions"),
+)
+_ARRAYS = {"kept_token_ids": np.int32, "top_token_ids": np.int32, "top_log_probs": np.float32}
 
 
 def write_samples(path: Path, samples_by_set: Mapping[str, Sequence[Sample]], *, reward_key: str | None = None) -> None:
@@ -90,22 +95,13 @@ def to_row(sample: Sample, *, reward_key: str | None = None) -> dict[str, Any]:
         "generate_function_path": sample.generate_function_path,
     }
     return {
-        "group_index": sample.group_index,
-        "index": sample.index,
+        **{name: getattr(sample, name) for name in _AS_THEY_ARE},
+        **{name: _lists(getattr(sample, name)) for name in _ARRAYS},
         "prompt": _text(sample.prompt),
-        "response": sample.response,
         "label": None if sample.label is None else _text(sample.label),
         "reward": None if isinstance(number, dict) else number,
         "status": sample.status.value,
-        "tokens": sample.tokens,
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask,
-        "rollout_log_probs": sample.rollout_log_probs,
-        "weight_versions": sample.weight_versions,
         "metadata": _text(sample.metadata),
-        "kept_token_ids": _lists(sample.kept_token_ids),
-        "top_token_ids": _lists(sample.top_token_ids),
-        "top_log_probs": _lists(sample.top_log_probs),
         "exact": _text({name: value for name, value in exact.items() if value is not None}),
     }
 
@@ -113,17 +109,15 @@ def to_row(sample: Sample, *, reward_key: str | None = None) -> dict[str, Any]:
 def from_row(row: Mapping[str, Any]) -> Sample:
     """The sample of a row."""
     exact = json.loads(row["exact"])
-    as_they_are = ("group_index", "index", "response", "tokens", "response_length", "loss_mask", "rollout_log_probs")
+    arrays: dict[str, Any] = {name: _arrays(row[name], dtype) for name, dtype in _ARRAYS.items()}
     return Sample(
-        **{name: row[name] for name in (*as_they_are, "weight_versions")},
+        **{name: row[name] for name in _AS_THEY_ARE},
+        **arrays,
         prompt=exact.get("prompt", row["prompt"]),
         label=exact.get("label", row["label"]),
         reward=exact.get("reward", row["reward"]),
         status=SampleStatus(row["status"]),
         metadata=json.loads(row["metadata"]),
-        kept_token_ids=_arrays(row["kept_token_ids"], np.int32),
-        top_token_ids=_arrays(row["top_token_ids"], np.int32),
-        top_log_probs=_arrays(row["top_log_probs"], np.float32),
         remove_sample=exact.get("remove_sample", False),
         cached_tokens=exact.get("cached_tokens", 0),
         generate_function_path=exact.get("generate_function_path"),

@@ -1,7 +1,8 @@
-"""Two-digit addition in a chat template: the prompts, and the two styles of answer that the warm-up teaches.
+"""Two-digit addition: the prompts and their right answers.
 
-The terse style states the sum at once (`#### 85`), which so small a model mostly gets wrong. The worked style adds
-column by column first. Both are right in the warm-up data; reinforcement learning finds out which one pays.
+The warm-up of the shipped model (`recipes/quickstart_warmup.py`) taught it two styles: the terse one states the sum at
+once (`#### 85`), which so small a model mostly gets wrong, the worked one adds column by column first. Both were right
+in its data; reinforcement learning finds out which one pays.
 """
 
 from __future__ import annotations
@@ -17,18 +18,6 @@ SPLIT_SEED = 20260101  # fixed: the shipped model was warmed up on the same trai
 
 def question(a: int, b: int) -> str:
     return f"{a}+{b}=?"
-
-
-def terse_answer(a: int, b: int) -> str:
-    return f"#### {a + b}"
-
-
-def worked_answer(a: int, b: int) -> str:
-    """Column sums with the carry, then the sum: 47+38 gives `7+8=15`, `4+3+1=8`, `#### 85`."""
-    ones = a % 10 + b % 10
-    carry = "+1" if ones >= 10 else ""
-    tens = a // 10 + b // 10 + ones // 10
-    return f"<think>\n{a % 10}+{b % 10}={ones}\n{a // 10}+{b // 10}{carry}={tens}\n</think>\n#### {a + b}"
 
 
 def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -21,13 +21,8 @@ class RandomGrader(Grader):
         return random_reward(sample, seed=self.tools.config.data.rollout_seed)
 
 
-class DeterministicRandomGrader(Grader):
+class DeterministicRandomGrader(RandomGrader):
     """`deterministic_random`: 0 or 1 by a digest of what was written."""
-
-    grades_empty = True
-
-    def find(self, response: str) -> str | None:
-        return response
 
     async def compare(self, answer: str, sample: Sample) -> Reward:
         return deterministic_random_reward(sample.tokens, answer)

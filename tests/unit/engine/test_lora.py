@@ -8,21 +8,22 @@ import torch
 from miles.config.lora_section import LoraConfig
 from miles.model.decoder import Decoder
 from miles.model.lora import PEFT_PREFIX, add_lora, to_peft
-from miles.model.names import from_hf, to_hf
+from miles.model.names import to_hf
 from tests.unit.engine.tiny import full_logits, make_core, make_model, reference_answer, request, run_all
 
 LORA = LoraConfig(lora_rank=2, lora_alpha=3.0)
 
 
+@torch.no_grad()
 def merged(model: Decoder) -> Decoder:
     """A plain decoder whose weights hold the adapters: W + alpha / rank * B A."""
     tensors = dict(model.named_parameters())
-    weights, adapters = to_hf(model.spec, tensors), to_peft(model, tensors)
+    plain = Decoder(model.spec, dtype=torch.float32, device="cpu")
+    plain.load_state_dict({name: tensors[name] for name in plain.state_dict()})
+    weights, adapters = to_hf(model.spec, plain.state_dict()), to_peft(model, tensors)
     for name in (name for name in adapters if ".lora_A." in name):
         weight = name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight") + ".weight"
-        weights[weight] = weights[weight] + 1.5 * adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
-    plain = Decoder(model.spec, dtype=torch.float32, device="cpu")
-    plain.load_state_dict({name: tensor.detach() for name, tensor in from_hf(model.spec, weights).items()})
+        weights[weight].add_(1.5 * adapters[name.replace("lora_A", "lora_B")] @ adapters[name])
     return plain
 
 
