@@ -292,12 +292,11 @@ def _message_of(text: str) -> tuple[Message, bool]:
 
 def _read_messages(given: Any) -> list[Message]:
     """The messages, each with a role and a text, which may have come in parts."""
-    if not isinstance(given, list) or not given:
+    is_list = isinstance(given, list) and len(given) > 0
+    if not is_list or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in given):
         raise RequestError("messages must be a list of messages with a role")
     messages = []
     for message in given:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError("messages must be a list of messages with a role")
         content, calls = message.get("content") or "", message.get("tool_calls") or []
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             content = "".join(part["text"] for part in content)

@@ -29,18 +29,18 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     sample, state, args = input.sample, input.state, input.args
     if args.generate_execute_tool_function_path is None:
         raise ConfigError(f"multi_turn.generate needs {TOOL_FLAG}, the function that runs a tool")
-    log, notes = TokenLog(sample), sample.metadata
+    log, notes, limit = TokenLog(sample), sample.metadata, input.sampling_params["max_new_tokens"]
+
+    def room() -> int:
+        return min(limit - sample.response_length, state.max_context_len - len(log.ids))
+
     notes.setdefault(NUM_TURNS, 1)
     notes.setdefault(TURN_START, 0)
     if sample.response_length > notes[TURN_START]:
         drop_stop_beginning(sample, input.sampling_params["stop"], first=notes[TURN_START])
     while True:
-        room = min(
-            input.sampling_params["max_new_tokens"] - sample.response_length, state.max_context_len - len(log.ids)
-        )
-        result = await state.generate(
-            log.ids, {**input.sampling_params, "max_new_tokens": room}, noise_key=state.noise_key
-        )
+        sampling = {**input.sampling_params, "max_new_tokens": room()}
+        result = await state.generate(log.ids, sampling, noise_key=state.noise_key)
         log.append_written(result)
         if result.finish_reason is not FinishReason.STOP:
             ends = {FinishReason.ABORT: SampleStatus.ABORTED, FinishReason.LENGTH: SampleStatus.TRUNCATED}
@@ -54,10 +54,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         notes[TOOL_TIME] = notes.get(TOOL_TIME, 0.0) + time.perf_counter() - start
         messages = [{"role": "tool", "content": answer} for answer in answers]
         given = following_ids(state.tokenizer, turn[-1], messages)
-        left = min(
-            input.sampling_params["max_new_tokens"] - sample.response_length, state.max_context_len - len(log.ids)
-        )
-        if notes[NUM_TURNS] >= args.generate_max_turns or len(given) >= left:
+        if notes[NUM_TURNS] >= args.generate_max_turns or len(given) >= room():
             return _end(input, SampleStatus.TRUNCATED)
         log.append_given(given)
         notes[NUM_TURNS] += 1
