@@ -6,10 +6,8 @@ import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from miles.config.flags import FLAGS, Args
 from miles.config.sections import RunConfig
@@ -38,6 +36,8 @@ _TRAIN_COLUMNS = {
     "weight_versions": "weight_versions",
     "truncated": "truncated",
 }
+_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
+_NUMBERS = {int, float, bool}
 
 
 class Hook:
@@ -188,8 +188,6 @@ class RolloutHooks:
         if problem is not None:
             raise hook.wrong(f"{problem} for sample {sample.index}")
         for row in rows:
-            for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
-                setattr(row, name, np.asarray(getattr(row, name)).tolist())
             row.group_index, row.index = sample.group_index, sample.index
             row.metadata |= origin
         place = next(n for n, member in enumerate(group) if member is sample)
@@ -252,17 +250,37 @@ def _problem_of(sample: Any) -> str | None:
         return f"returned a {type(sample).__name__}, not a Sample"
     if sample.status is SampleStatus.PENDING:
         return "returned a sample whose status is still pending"
-    return _problem_of_lengths(sample)
+    return _problem_of_lists(sample)
 
 
-def _problem_of_lengths(sample: Sample | TrainSample) -> str | None:
-    if not 0 <= sample.response_length < max(1, len(sample.tokens)):
-        return f"returned {len(sample.tokens)} tokens with a response_length of {sample.response_length}"
+def _problem_of_lists(sample: Sample | TrainSample, given_names: Iterable[str] = _LISTS) -> str | None:
+    """What is wrong with the lists of a sample, or None. Those that a hook has given become lists of the sample's own,
+    also when they are arrays of some library."""
+    for name in given_names:
+        given = _plain(getattr(sample, name))
+        if given is None and name != "tokens":
+            continue
+        if not isinstance(given, Iterable):
+            return f"returned a {type(given).__name__} as {name}, which must be a list of numbers"
+        values = [*given]
+        if not {*map(type, values)} <= _NUMBERS:
+            values = [_plain(value) for value in values]
+            if odd := [value for value in values if type(value) not in _NUMBERS]:
+                return f"returned {odd[0]!r:.60} in {name}, which must be a list of numbers"
+        setattr(sample, name, values)
+    length = sample.response_length = _plain(sample.response_length)
+    if not isinstance(length, int) or not 0 <= length < max(1, len(sample.tokens)):
+        return f"returned {len(sample.tokens)} tokens with a response_length of {length}"
     for name in PER_TOKEN:
         values = getattr(sample, name)
-        if values is not None and len(values) != sample.response_length:
-            return f"returned {len(values)} {name} for {sample.response_length} tokens"
+        if values is not None and len(values) != length:
+            return f"returned {len(values)} {name} for {length} tokens"
     return None
+
+
+def _plain(value: Any) -> Any:
+    """An array or one of its entries, of any library, as a list or a number; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[TrainSample]:
@@ -274,11 +292,12 @@ def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[Tra
         if len(values) != len(rows):
             raise hook.wrong(f"returned {len(values)} {name} for {len(rows)} samples")
         for row, value in zip(rows, values, strict=True):
-            setattr(row, _TRAIN_COLUMNS[name], np.asarray(value).tolist())
+            setattr(row, _TRAIN_COLUMNS[name], _plain(value))
+    lists = {_TRAIN_COLUMNS[name] for name in columns}.intersection(_LISTS)
     for row in rows:
-        if not math.isfinite(row.reward):
-            raise hook.wrong(f"gave sample {row.index} the reward {row.reward}")
-        if problem := _problem_of_lengths(row):
+        if not {type(row.reward), type(row.raw_reward)} <= _NUMBERS or not math.isfinite(row.reward):
+            raise hook.wrong(f"gave sample {row.index} the reward {row.reward} and the raw reward {row.raw_reward}")
+        if problem := _problem_of_lists(row, lists):
             raise hook.wrong(f"{problem} for sample {row.index}")
     return rows
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from miles.config.flags import with_values
 from miles.config.sections import RunConfig
@@ -27,6 +28,24 @@ def pending(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sampl
 def short_mask(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     done = example_group((1.0,), reward_key=None)[0]
     done.loss_mask = [1, 1]
+    return done
+
+
+def uneven(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    done = example_group((1.0,), reward_key=None)[0]
+    done.tokens = [1, 2, [3, 4]]  # type: ignore[list-item]
+    return done
+
+
+def one_number(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    done = example_group((1.0,), reward_key=None)[0]
+    done.rollout_log_probs = np.float32(-1)  # type: ignore[assignment]
+    return done
+
+
+def unknown_version(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    done = example_group((1.0,), reward_key=None)[0]
+    done.weight_versions = [None]  # type: ignore[list-item]
     return done
 
 
@@ -70,6 +89,14 @@ def no_number(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"rewards": [float("nan")] * len(samples)}
 
 
+def no_raw_reward(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {"raw_reward": [None] * len(samples)}
+
+
+def nested(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {"loss_masks": [np.array([[1]])] * len(samples)}
+
+
 def too_long(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     return {"response_lengths": [5] * len(samples), "loss_masks": [[0, 0, 0, 1, 1]] * len(samples)}
 
@@ -79,7 +106,12 @@ def one_log_prob_more(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
 
 
 def arrays(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
-    return {"rollout_log_probs": [np.array([-1.5])] * len(samples), "tokens": [np.array([1, 2, 3])] * len(samples)}
+    return {
+        "rollout_log_probs": [np.array([-1.5])] * len(samples),
+        "tokens": [[1, *np.array([2, 3])]] * len(samples),
+        "response_lengths": np.ones(len(samples), np.int32),
+        "loss_masks": [torch.tensor([True])] * len(samples),
+    }
 
 
 def unknown_column(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
@@ -119,6 +151,9 @@ def write(function: str | None, *, last: str | None = None) -> list[Sample]:
         ("pending", "status is still pending for sample 6"),
         ("short_mask", "returned 2 loss_mask for 1 tokens for sample 6"),
         ("nothing", "returned nothing for sample 6"),
+        ("uneven", r"returned \[3, 4\] in tokens, which must be a list of numbers for sample 6"),
+        ("one_number", "returned a float as rollout_log_probs, which must be a list of numbers for sample 6"),
+        ("unknown_version", "returned None in weight_versions, which must be a list of numbers for sample 6"),
     ],
 )
 def test_what_a_generate_hook_returns_is_checked(function: str, problem: str) -> None:
@@ -152,6 +187,8 @@ def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]
         ("custom_reward_post_process_path", "one_list", "failed|must return two lists"),
         ("custom_convert_samples_to_train_data_path", "wrong_count", "returned 1 rewards for 3 samples"),
         ("custom_convert_samples_to_train_data_path", "no_number", "gave sample 0 the reward nan"),
+        ("custom_convert_samples_to_train_data_path", "no_raw_reward", "gave sample 0 .* the raw reward None"),
+        ("custom_convert_samples_to_train_data_path", "nested", r"returned \[1\] in loss_mask, which must be a list"),
         ("custom_convert_samples_to_train_data_path", "too_long", "a response_length of 5 for sample 0"),
         ("custom_convert_samples_to_train_data_path", "one_log_prob_more", "2 rollout_log_probs for 1 tokens"),
         ("custom_convert_samples_to_train_data_path", "unknown_column", "returned reward; known columns: tokens"),
@@ -162,13 +199,18 @@ def test_what_a_hook_gives_the_trainer_is_checked(flag: str, function: str, prob
     samples = example_group((0.0, 1.0, 1.0), reward_key=None)
     with pytest.raises(PluginError, match=problem):
         asyncio.run(hooks.to_train(samples, to_train_samples([samples])))
+    hooks.close()
 
 
 def test_a_hook_can_give_the_trainer_arrays() -> None:
     hooks = RolloutHooks(with_values(RunConfig(), {"custom_convert_samples_to_train_data_path": HERE + "arrays"}))
     samples = example_group((0.0, 1.0), reward_key=None)
-    for row in asyncio.run(hooks.to_train(samples, to_train_samples([samples]))):
-        assert row.rollout_log_probs == [-1.5] and row.tokens == [1, 2, 3] and isinstance(row.tokens, list)
+    one, other = asyncio.run(hooks.to_train(samples, to_train_samples([samples])))
+    hooks.close()
+    for row in (one, other):
+        assert row.rollout_log_probs == [-1.5] and row.tokens == [1, 2, 3] and row.loss_mask == [1]
+        assert all(type(value) is int for value in (*row.tokens, row.response_length))
+    assert one.tokens is not other.tokens  # the hook gave one list for both
 
 
 @pytest.mark.parametrize(
