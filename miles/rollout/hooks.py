@@ -184,7 +184,7 @@ class RolloutHooks:
             state.close()
         output = output.samples if isinstance(output, GenerateFnOutput) else output
         rows = output if isinstance(output, list) else [output]
-        problem = next((text for row in rows if (text := _problem_of(row))), None if rows else "returned nothing")
+        problem = next((text for row in rows if (text := problem_of_sample(row))), None if rows else "returned nothing")
         if problem is not None:
             raise hook.wrong(f"{problem} for sample {sample.index}")
         for row in rows:
@@ -245,10 +245,11 @@ class RolloutHooks:
         self._thread.close()
 
 
-def _problem_of(sample: Any) -> str | None:
+def problem_of_sample(sample: Any, *, must_have_ended: bool = True) -> str | None:
+    """What is wrong with a sample that a hook has returned, or None; arrays in it become lists."""
     if not isinstance(sample, Sample):
         return f"returned a {type(sample).__name__}, not a Sample"
-    if sample.status is SampleStatus.PENDING:
+    if must_have_ended and sample.status is SampleStatus.PENDING:
         return "returned a sample whose status is still pending"
     return _problem_of_lists(sample)
 

@@ -21,7 +21,7 @@ from miles.rollout.hook_inputs import (
     RolloutFnTrainInput,
     RolloutFnTrainOutput,
 )
-from miles.rollout.hooks import Hook, RolloutHooks
+from miles.rollout.hooks import Hook, RolloutHooks, problem_of_sample
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.types import Sample
 
@@ -99,6 +99,10 @@ class RolloutFunction:
         self.counts = dict(output.metrics) if isinstance(output, RolloutFnTrainOutput) else {}
         if not isinstance(samples, list) or not samples or not all(isinstance(group, list) for group in samples):
             raise self._hook.wrong("must return a list of groups of samples")
+        for place, group in enumerate(samples):
+            for number, sample in enumerate(group):
+                if problem := problem_of_sample(sample, must_have_ended=False):
+                    raise self._hook.wrong(f"{problem} for samples[{place}][{number}]")
         return samples
 
     async def evaluate(self, rollout_id: int, hf_dir: str | None) -> RolloutFnEvalOutput | EvalSkip:

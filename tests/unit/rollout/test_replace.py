@@ -66,6 +66,15 @@ class Asks:
         return [[Sample()]]
 
 
+async def unknown_version(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
+    sample = Sample(tokens=[1, 2], response_length=1, weight_versions=[None])  # type: ignore[list-item]
+    return [[Sample()], [Sample(), sample]]
+
+
+async def no_samples(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
+    return [[{"reward": 1.0}]]
+
+
 class Folder(CheckpointEvalFn):
     disposed = 0
 
@@ -106,6 +115,18 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
     whole = keys(run("Asks", "rollout_function_path", both))
     resumed = keys(run("Asks", "rollout_function_path", lambda function: function.collect(5)))
     assert resumed == whole[2:] and len(set(whole)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("unknown_version", r"returned None in weight_versions, .* a list of numbers for samples\[1\]\[1\]"),
+        ("no_samples", r"returned a dict, not a Sample for samples\[0\]\[0\]"),
+    ],
+)
+def test_what_a_rollout_function_returns_is_checked(name: str, problem: str) -> None:
+    with pytest.raises(PluginError, match=f"--rollout-function-path {HERE}{name} {problem}"):
+        run(name, "rollout_function_path", lambda function: function.collect(0))
 
 
 def test_every_evaluation_draws_the_same() -> None:
