@@ -23,6 +23,7 @@ from miles.rollout.hook_table import ARGUMENTS
 from miles.types import PER_TOKEN, Sample, SampleStatus, SamplingParams, TrainSample
 
 HOOK_TIMEOUT_S = 3600.0
+LET_GO_S = 60.0  # that a hook may take to let go of what is not needed any more
 FAILURE = "failure"  # where the metadata of a failed sample may say why
 _SEVERAL_SIGNATURES = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _ENDED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
@@ -75,6 +76,13 @@ class Hook:
             raise
         except Exception as error:  # fault boundary: the user's code can raise anything
             raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
+
+    async def let_go(self, function: Any, *arguments: Any) -> None:
+        """`run` for a function that only ends what is not needed any more. The wait for a hook before it counts too."""
+        try:
+            await asyncio.wait_for(self.run(function, *arguments), LET_GO_S)
+        except TimeoutError:
+            raise self.wrong(f"was told that nothing more is needed and did not return within {LET_GO_S:g} s") from None
 
     def at_once(self, *arguments: Any) -> Any:
         """Call a plain function where nothing can be awaited."""
@@ -199,7 +207,7 @@ class RolloutHooks:
     async def stop_agents(self) -> None:
         """Tell the module of the agent that the rollout has enough: what its programs still do is not needed."""
         if self._abort is not None:
-            await self._abort(self.args)
+            await self._abort.let_go(self._abort.function, self.args)
 
     async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
         """The hooks that see a full rollout; they may edit samples in place."""

@@ -25,8 +25,6 @@ from miles.rollout.hooks import Hook, RolloutHooks, problem_of_sample
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.types import Sample
 
-DISPOSE_S = 60.0  # that a hook may take to let go of what it holds when the run ends
-
 logger = get_logger(__name__)
 
 
@@ -121,6 +119,6 @@ class RolloutFunction:
         if not isinstance(self._made, CheckpointEvalFn):
             return
         try:
-            await asyncio.wait_for(self._hook.run(self._made.dispose), DISPOSE_S)
-        except (PluginError, TimeoutError) as error:
-            logger.warning(str(error) or f"{self._hook.path}: dispose did not return within {DISPOSE_S:g} s")
+            await self._hook.let_go(self._made.dispose)
+        except PluginError as error:
+            logger.warning(str(error))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ def boom(args: Any, group: list[Sample]) -> bool:
 
 
 ABORTED: list[int] = []
+GO_ON = threading.Event()  # holds `abort`, and with it the thread of the hooks, while it is not set
+GO_ON.set()
 
 
 def program(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -46,6 +49,7 @@ def program(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata
 
 async def abort(args: Any) -> None:
     ABORTED.append(args.rollout_batch_size)
+    GO_ON.wait(2)
 
 
 async def keep_async(args: Any, group: list[Sample]) -> bool:
@@ -164,6 +168,18 @@ def test_surplus_requests_are_stopped_at_once_and_their_prompts_come_again_untou
         assert all(s.tokens[:1] == [s.group_index] and s.response_length == 2 for group in again for s in group)
 
     asyncio.run(run())
+
+
+def test_an_abort_that_does_not_return_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles.rollout.hooks.LET_GO_S", 0.05)
+    generator = FakeGenerator(by_prompt({}), hold=[5, 6])
+    producer, _ = make_producer(generator, over_sampling_batch_size=4, custom_agent_function_path=f"{__name__}.program")
+    GO_ON.clear()
+    try:
+        with pytest.raises(PluginError, match=rf"--custom-agent-function-path {__name__}.abort was told .* 0.05 s"):
+            asyncio.run(producer.collect(0))
+    finally:
+        GO_ON.set()
 
 
 def test_auto_submits_by_the_drop_rate_and_a_resumed_run_knows_it() -> None:
