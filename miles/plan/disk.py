@@ -1,11 +1,12 @@
-"""Bytes that a run leaves on disk: the checkpoints that are there at one time, and the samples of every rollout."""
+"""Bytes that a run takes on disk: the checkpoints that are there at one time, the samples of every rollout, and the
+weights that an evaluation reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from miles.config.resolve import samples_per_rollout
-from miles.plan.memory import Job
+from miles.plan.memory import MASTER_BYTES, Job
 
 SPARE_BYTES = 64 << 20  # tokenizer, state and log of a checkpoint, and what a file system rounds up
 SAMPLE_TOKEN_BYTES = 12  # of a token in samples/*.parquet: id, log-prob, mask and its share of the text, compressed
@@ -13,15 +14,17 @@ SAMPLE_TOKEN_BYTES = 12  # of a token in samples/*.parquet: id, log-prob, mask a
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """`num_checkpoints` stay; while one is written it is there beside them."""
+    """`num_checkpoints` stay; while one is written it is there beside them. `eval_bytes` are there during an evaluation
+    by a `CheckpointEvalFn`; which `--eval-function-path` is one is known when it is loaded, so they count for each."""
 
     checkpoint_bytes: int
     num_checkpoints: int
     sample_bytes: int
+    eval_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        return (self.num_checkpoints + 1) * self.checkpoint_bytes + self.sample_bytes
+        return (self.num_checkpoints + 1) * self.checkpoint_bytes + self.sample_bytes + self.eval_bytes
 
 
 def disk_of(job: Job, *, num_rollout: int) -> Disk:
@@ -30,4 +33,7 @@ def disk_of(job: Job, *, num_rollout: int) -> Disk:
     if folder.save_keep_last is not None:
         kept = min(kept, folder.save_keep_last + (folder.save_keep_best or 0))
     tokens = num_rollout * samples_per_rollout(job.config) * job.sample_len
-    return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES)
+    exports = job.config.hooks.eval_function_path is not None and job.config.eval.eval_interval is not None
+    # with LoRA the adapters, and the model that they are merged with
+    exported = job.itemsize * job.spec.num_parameters + MASTER_BYTES * job.num_adapted + SPARE_BYTES
+    return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES, exports * exported)

@@ -71,7 +71,13 @@ def machine(memory_bytes=8 * GIB, disk_bytes=500 * GIB):
 
 @pytest.mark.parametrize(
     ("free", "changes", "status"),
-    [(9 * ONE, {}, OK), (3 * ONE, {}, WARN), (3 * ONE, {"save_keep_last": 1}, OK), (ONE // 2, {}, FAIL)],
+    [
+        (9 * ONE, {}, OK),
+        (3 * ONE, {}, WARN),
+        (5 * ONE // 2, {"save_keep_last": 1}, OK),
+        (5 * ONE // 2, {"save_keep_last": 1, "eval_function_path": "mine.Elsewhere", "eval_interval": 1}, WARN),
+        (ONE // 2, {}, FAIL),
+    ],
 )
 def test_disk(free, changes, status):
     config = config_of(save_interval=1, **changes)
