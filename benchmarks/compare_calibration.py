@@ -1,6 +1,6 @@
 """How often `miles compare` is wrong, on synthetic runs whose true difference is known.
 
-    python -m benchmarks.compare_calibration [--pairs 1000] [--write benchmarks/results/NAME.json]
+    python -m benchmarks.compare_calibration [--pairs 1000] [--write FOLDER]
 
 A run is the last 8 steps of 32 prompts with 8 answers each, as in the manual's recipe. Prompts differ in difficulty
 so that about half of the groups are all right or all wrong; a seed moves the logit of every prompt by a common amount
@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from miles.observe.environment import describe_environment
+from benchmarks.machine import record
 from miles.report.spread import REAL, compare_units
 
 NUM_STEPS, NUM_PROMPTS, NUM_ANSWERS = 8, 32, 8
@@ -84,7 +80,7 @@ def share_called_real(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1000)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="folder that gets the JSON line as a file")
     arguments = parser.parse_args(argv)
     begin = time.perf_counter()
     rows = []
@@ -101,24 +97,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             | {"comparisons": count, "false_alarms": false, "found": found, "interval_holds": (held + held_rise) / 2}
         )
         print(json.dumps(rows[-1]), flush=True)
-    environment = describe_environment(command=sys.argv, model_folder=None, seeds={})
     result = {
-        "name": "compare calibration",
+        "name": "compare-calibration",
         "rise": RISE,
         "settings": rows,
         "false_alarms": rows[0]["false_alarms"],
         "found": rows[0]["found"],
         "claims_hold": rows[0]["false_alarms"] < 0.05 and rows[0]["found"] >= 0.8,
         "seconds": time.perf_counter() - begin,
-        "hardware": environment["hardware"]["cpu"],
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "commit": environment["commit"],
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.compare_calibration", *sys.argv[1:]]),
     }
-    print(json.dumps(result))
-    if arguments.write is not None:
-        arguments.write.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    record(result, write=arguments.write, on_cpu=True)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,14 @@ import torch
 from miles.observe.environment import describe_environment
 
 
-def record(result: dict[str, Any], *, write: Path | None) -> None:
-    """Add hardware, versions, commit, date and command; print one JSON line, and store it when asked to."""
+def record(result: dict[str, Any], *, write: Path | None, on_cpu: bool = False) -> None:
+    """Add hardware, versions, commit, date and command; print one JSON line, and store it when asked to.
+
+    The hardware is the GPU where there is one, unless all was computed `on_cpu`.
+    """
     command = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]  # `python -m` makes it absolute
     environment = describe_environment(command=command, model_folder=None, seeds={})
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and not on_cpu else None
     result |= {
         "hardware": gpu or environment["hardware"]["cpu"],
         "versions": environment["versions"],

@@ -172,7 +172,7 @@ def main() -> None:
         "load_average_before": round(load_before, 2),
         "paths": paths,
     }
-    record(result, write=args.write)
+    record(result, write=args.write, on_cpu=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ says what these answers cost on this machine at this time; times prompts needed 
 where the prompts needed are those up to the last group that was taken. Wasted tokens are those of groups that were
 stopped or not needed. No pair knows the prefixes of another, as after a change of weights.
 
-    python benchmarks/over_sampling.py [--pairs 7] [--write FOLDER]
+    python -m benchmarks.over_sampling [--pairs 7] [--write FOLDER]
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import resource
-import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -25,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.machine import record
 from miles.config.flags import with_values
 from miles.config.sections import EngineConfig, RunConfig
 from miles.data.buffer import GroupBuffer
 from miles.data.source import PromptSource
 from miles.engine.local import LocalEngine
 from miles.model.load import load_model
-from miles.observe.environment import describe_environment
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.producer import Producer
@@ -121,23 +119,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     measured = measure(args.pairs)
-    environment = describe_environment(command=["python", *sys.argv], model_folder=None, seeds={})
-    record = {
+    result = {
         "name": "over_sampling",
         **measured,
         "share_of_limit": round(measured["limit_seconds"] / measured["seconds"], 3),
         "peers": {"plain rollout": {"seconds": round(median(p["plain"] for p in measured["pairs"]), 4), "version": ""}},
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "hardware": environment["hardware"],
-        "versions": environment["versions"],
-        "commit": environment["commit"],
-        "date": environment["time"][:10],
-        "command": environment["command"],
     }
-    if args.write is not None:
-        name = f"over_sampling_{record['hardware']['num_cpus']}cpu_{record['date']}.json"
-        (args.write / name).write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+    record(result, write=args.write, on_cpu=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ A pair is one run of each; the table shows medians over the pairs, and the ratio
 The limit is arithmetic alone: the products of all tokens that must be computed (each prompt once) at the rate that a
 large matrix product reached in this run.
 
-    python benchmarks/rollout_cpu.py [--shape tiny|smollm2] [--pairs 5] [--threads 1] [--write FOLDER]
+    python -m benchmarks.rollout_cpu [--shape tiny|smollm2] [--pairs 5] [--threads 1] [--write FOLDER]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,11 +32,11 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import StoppingCriteria
 
+from benchmarks.machine import record
 from miles.config.sections import EngineConfig
 from miles.engine.local import LocalEngine
 from miles.model.load import load_model
 from miles.model.spec import ModelSpec
-from miles.observe.environment import describe_environment
 from miles.types import GenerationRequest, SamplingParams
 
 CASES = Path(__file__).parent / "cases" / "rollout_lengths.json"
@@ -182,33 +181,22 @@ def main() -> None:
     print(" ".join(f"{name:>17}" for name in ("case", *columns)))
     for name, case in cases.items():
         print(" ".join(f"{value:>17}" for value in (name, *(case[column] for column in columns))))
-    environment = describe_environment(command=["python", *sys.argv], model_folder=None, seeds={})
     seconds, limit = (sum(case[key] for case in cases.values()) for key in ("seconds", "limit_seconds"))
     peer_seconds = sum(case["peer_seconds"] for case in cases.values())
-    record = {
+    result = {
         "name": f"rollout_cpu_{args.shape}",
         "seconds": round(seconds, 4),
         "limit_seconds": round(limit, 4),
         "share_of_limit": round(limit / seconds, 3),
         "peers": {"transformers.generate": {"seconds": round(peer_seconds, 4), "version": transformers.__version__}},
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "hardware": environment["hardware"],
-        "versions": environment["versions"],
-        "commit": environment["commit"],
-        "date": environment["time"][:10],
-        "command": environment["command"],
         "threads": args.threads,
         "pairs": args.pairs,
         "peer_batch": PEER_BATCH,
         "load_average_before": round(load_before, 2),
         **measured,
     }
-    if args.write is not None:
-        args.write.mkdir(parents=True, exist_ok=True)
-        hardware = f"{record['hardware']['num_cpus']}cpu"
-        path = args.write / f"{record['name']}_{hardware}_{record['date']}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+    record(result, write=args.write, on_cpu=True)
 
 
 if __name__ == "__main__":
