@@ -178,8 +178,8 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
         raw = data.get(rest)
         if kind in _FROM_LIST and _are_numbers(raw):
             yield name, float(_FROM_LIST[kind](raw))
-        if _are_numbers(data.get(f"{name}s")):  # ratio, ratios
-            yield name, median(data[f"{name}s"])
+        if _are_numbers(data.get(f"{name}s")):  # ratio, ratios; rewards are averaged
+            yield name, (fmean if name == "reward" else median)(data[f"{name}s"])
         if kind == "num" and isinstance(raw, dict) and raw and all(isinstance(one, bool) for one in raw.values()):
             yield name, sum(raw.values())
     if all(isinstance(data.get(name), (int, float)) for name in ("planned", "measured", "error")):
@@ -205,7 +205,7 @@ def _made_of(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield "steps", len(data["reward_curve"])
     settings = data.get("settings")
     if isinstance(settings, list) and settings and isinstance(settings[0], dict):
-        yield from ((name, settings[0][name]) for name in settings[0] if name in data and name != "settings")
+        yield from ((name, raw) for name, raw in settings[0].items() if name in data and isinstance(raw, (int, float)))
 
 
 def _are_numbers(raw: Any) -> TypeGuard[list[float]]:

@@ -8,6 +8,8 @@ from miles.report.runs import open_run
 from tests.conftest import REPOSITORY
 from tests.unit.report.folders import make_run, sample
 
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -94,13 +96,17 @@ def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
     timed = {"ratio": 2.0, "seconds": 3.0, "limit_seconds": 1.5, "pairs": [{"seconds": 3.0, "limit": 1.5}]}
     rows |= {"modes": {"exact": {"seconds": 3.0}, "fast": {"seconds": 2.0}}, "exact_over_fast": 1.5}
     rows |= {"cases": {"a": {"planned": 90, "measured": 100, "error": -0.1}}, "largest_error": 0.1}
+    rows |= {"rewards": [0.0, 0.0, 0.9], "reward": 0.3}
+    rows |= {"settings": [{"found": 0.5, "seconds": {"a": 2.0}}], "found": 0.5, "seconds": 3.0}  # a dict is no figure
     fields = dict.fromkeys(RESULT_FIELDS, "x")
     (tmp_path / "good.json").write_text(json.dumps(fields | rows | {"sums": answers, "timed": timed}))
-    assert [check.detail for check in check_results(tmp_path)] == ["11 figures follow"]
+    assert [check.detail for check in check_results(tmp_path)] == ["13 figures follow"]
     for wrong in (
         {"num_broken": 0},
         {"largest_error": 0.2},
         {"ratio": 3.0},
+        {"reward": 0.0},
+        {"found": 0.6},
         {"exact_over_fast": 1.6},
         {"sums": answers | {"pass@2": 0.61}},
         {"sums": answers | {"right": [0]}},
@@ -109,8 +115,12 @@ def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
         assert check_results(tmp_path)[0].ok is False, wrong
 
 
+def test_stored_results_follow():
+    assert [check for check in check_results(RESULTS) if check.ok is False] == []
+
+
 def test_stored_calibration_holds():
-    result = json.loads(next((REPOSITORY / "benchmarks" / "results").glob("compare-calibration_*.json")).read_text())
+    result = json.loads(next(RESULTS.glob("compare-calibration_*.json")).read_text())
     main = result["settings"][0]
     assert main["comparisons"] == 1000 and main["num_seeds"] == 3
     assert main["false_alarms"] < 0.05 and main["found"] >= 0.8
