@@ -115,8 +115,11 @@ def test_counts_and_shares_follow_from_rows_and_answers(tmp_path):
         assert check_results(tmp_path)[0].ok is False, wrong
 
 
-def test_stored_results_follow():
-    assert [check for check in check_results(RESULTS) if check.ok is False] == []
+def test_stored_results_follow_and_a_page_links_each():
+    pages = "".join(page.read_text() for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")))
+    checks = check_results(RESULTS)
+    assert [check for check in checks if check.ok is False] == []
+    assert [check.name for check in checks if f"benchmarks/results/{check.name})" not in pages] == []
 
 
 def test_stored_calibration_holds():
