@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from miles.config.sections import RunConfig
 from miles.data.prompts import LabelCheck, PromptFlags, PromptSet, load_prompts
 from miles.errors import ConfigError
 from miles.evals.eval_config import SetSettings, read_eval_config
 from miles.plugins import load_function
+from miles.rollout.producer import rollout_sampling
 from miles.text.tokenizer import Tokenizer
 from miles.types import SamplingParams
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +89,23 @@ def _load(
     for sample in prompts:
         sample.metadata |= overrides
         sample.generate_function_path = writer
-    base = eval_sampling(config)
-    sampling = dataclasses.replace(
-        base,
-        max_new_tokens=_first(one.max_response_len, base.max_new_tokens),
-        temperature=_first(one.temperature, base.temperature),
-        top_p=_first(one.top_p, base.top_p),
-        top_k=_first(one.top_k, base.top_k),
-        stop=_first(one.stop, base.stop),
-        stop_token_ids=_first(one.stop_token_ids, base.stop_token_ids),
-    )
-    num_answers = _first(one.n_samples_per_eval_prompt, config.eval.n_samples_per_eval_prompt)
+    sampling = _changed(
+        eval_sampling(config), max_new_tokens=one.max_response_len, temperature=one.temperature, top_p=one.top_p,
+        top_k=one.top_k, stop=one.stop, stop_token_ids=one.stop_token_ids,
+    )  # fmt: skip
+    num_answers = one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt
     return EvalSuite(one.name, dataclasses.replace(loaded, prompts=prompts), sampling, num_answers)
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
     """How evaluation answers are drawn: the `--eval-...` flags, else those of the rollout."""
-    ours, rollout = config.eval, config.rollout
-    return SamplingParams(
-        max_new_tokens=_first(ours.eval_max_response_len, rollout.rollout_max_response_len),
-        temperature=_first(ours.eval_temperature, rollout.rollout_temperature),
-        top_p=_first(ours.eval_top_p, rollout.rollout_top_p),
-        top_k=_first(ours.eval_top_k, rollout.rollout_top_k),
-        min_p=rollout.rollout_min_p,
-        stop=rollout.rollout_stop,
-        stop_token_ids=rollout.rollout_stop_token_ids,
-        skip_special_tokens=rollout.rollout_skip_special_tokens,
-    )
+    ours = config.eval
+    return _changed(
+        rollout_sampling(config), max_new_tokens=ours.eval_max_response_len, temperature=ours.eval_temperature,
+        top_p=ours.eval_top_p, top_k=ours.eval_top_k, return_kept_tokens=False, num_top_log_probs=0,
+    )  # fmt: skip
 
 
-def _first(value: T | None, default: T) -> T:
-    return default if value is None else value
+def _changed(sampling: SamplingParams, **values: Any) -> SamplingParams:
+    """With those values that are not None."""
+    return dataclasses.replace(sampling, **{name: value for name, value in values.items() if value is not None})

@@ -44,8 +44,6 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -113,8 +111,6 @@ def _spec_from_config(path: Path, config: dict[str, Any], *, architecture: str) 
         mlp_bias=architecture == "LlamaForCausalLM" and config.get("mlp_bias", False),
         qk_norm=is_qwen3,
         eos_token_ids=_eos_token_ids(path.parent, config),
-        bos_token_id=config.get("bos_token_id"),
-        pad_token_id=config.get("pad_token_id"),
     )
 
 

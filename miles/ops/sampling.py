@@ -119,12 +119,8 @@ def row_seeds(keys_R: Tensor, positions_R: Tensor) -> Tensor:
     return _mix_64(_mix_64(keys_R) + positions_R * _GOLDEN_64).unsqueeze(1).view(torch.int32)
 
 
-def exponential_noise(seeds_R2: Tensor, vocab_size: int) -> Tensor:
-    """The unit exponentials E of the race, R x V, float32, all positive and finite."""
-    return -_negative_exponentials(seeds_R2, _vocabulary_words(vocab_size, seeds_R2.device))
-
-
 def _negative_exponentials(seeds_R2: Tensor, words_V: Tensor) -> Tensor:
+    """Unit exponentials E of the race, with the other sign: R x V, float32, all negative and finite."""
     bits_RV = (words_V ^ seeds_R2[:, :1]).mul_(seeds_R2[:, 1:] | 1)
     shifted_RV = torch.empty_like(bits_RV)
     _mix_32(bits_RV, shifted_RV)

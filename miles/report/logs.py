@@ -48,7 +48,6 @@ class LogLine:
     time: datetime | None
     process: str
     message: str
-    timed: bool  # the line itself has a time
 
 
 @dataclass(slots=True)
@@ -108,10 +107,10 @@ def _lines(file: Iterator[str]) -> Iterator[LogLine]:
         text = _ESCAPE.sub("", raw.rstrip("\n"))
         match = _LINE.match(text)
         if match is None:
-            yield LogLine(number, time, process, _ACTOR.sub("", text, count=1), timed=False)
+            yield LogLine(number, time, process, _ACTOR.sub("", text, count=1))
             continue
         time, process = _time(match["time"]) or time, match["process"] or match["actor"] or ""
-        yield LogLine(number, time, process, match["message"], timed=True)
+        yield LogLine(number, time, process, match["message"])
 
 
 def _time(text: str) -> datetime | None:

@@ -16,13 +16,17 @@ from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from miles.ops import sampling
-from miles.ops.sampling import Cuts, exponential_noise, row_seeds, sample
+from miles.ops.sampling import Cuts, row_seeds, sample
 
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 
 
 def seeds(keys: list[int], positions: list[int]) -> Tensor:
     return row_seeds(torch.tensor(keys), torch.tensor(positions))
+
+
+def exponential_noise(seeds_R2: Tensor, vocab_size: int) -> Tensor:
+    return -sampling._negative_exponentials(seeds_R2, sampling._vocabulary_words(vocab_size, seeds_R2.device))
 
 
 def all_cuts(num_rows: int, *, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0, candidates: int) -> Cuts:

@@ -59,7 +59,7 @@ def test_only_trained_tokens_have_a_place_and_each_keeps_its_own_score(make_mode
 
 def test_field_note_22_the_final_end_token_is_trained_even_when_it_is_the_pad_token(make_model, make_samples) -> None:
     end_and_pad = 7
-    model = make_model(eos_token_ids=(end_and_pad,), pad_token_id=end_and_pad)
+    model = make_model(eos_token_ids=(end_and_pad,))
     samples = make_samples(num_groups=1, group_size=2, lengths=[4, 9])
     for sample in samples:
         sample.tokens[-1] = sample.tokens[-2] = end_and_pad
