@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from miles.ops.kernels import has_kernels, kernels
-from miles.ops.matmul import linear, project_float32
+from miles.ops.matmul import gradient_to_add_to, linear, project_float32
 from miles.ops.numerics import is_invariant
 
 SMALL_CHUNK_ELEMENTS = 4 * 2**20  # 16 MB of float32
@@ -139,8 +139,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
                 kept_TV = log_softmax_CV
             del log_softmax_CV
-        ctx.save_for_backward(hidden_TD, head_VD, targets_TK, entropy_T, kept_TV)
-        ctx.temperature, ctx.chunk_rows, ctx.kept = temperature, chunk_rows, kept
+        ctx.save_for_backward(hidden_TD, targets_TK, entropy_T, kept_TV)
+        ctx.head, ctx.temperature, ctx.chunk_rows, ctx.kept = head_VD, temperature, chunk_rows, kept
         ctx.set_materialize_grads(False)
         return log_probs_TK, entropy_T
 
@@ -149,10 +149,10 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs_TK: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_TD, head_VD, targets_TK, entropy_T, kept_TV = ctx.saved_tensors
-        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        hidden_TD, targets_TK, entropy_T, kept_TV = ctx.saved_tensors
+        head_VD = ctx.head
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        grad_head_VD = torch.zeros_like(head_VD, dtype=dtype) if ctx.needs_input_grad[1] else None
+        sum_VD, grad_head_VD = gradient_to_add_to(head_VD) if ctx.needs_input_grad[1] else (None, None)
         for chunk in _chunks(hidden_TD.shape[0], ctx.chunk_rows):
             log_softmax_CV = kept_TV
             if log_softmax_CV is None:
@@ -167,8 +167,8 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_logits_CV /= ctx.temperature
             if grad_hidden_TD is not None:
                 grad_hidden_TD[chunk] = grad_logits_CV.to(head_VD.dtype) @ head_VD
-            if grad_head_VD is not None:
-                grad_head_VD.addmm_(grad_logits_CV.T, hidden_TD[chunk].to(dtype))
+            if sum_VD is not None:
+                sum_VD.addmm_(grad_logits_CV.T, hidden_TD[chunk].to(sum_VD.dtype))
             del log_softmax_CV, grad_logits_CV
         return grad_hidden_TD, grad_head_VD, None, None, None, None, None
 

@@ -13,10 +13,30 @@ from miles.ops.numerics import cpu_tiles, is_invariant
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in the dtype of `x`."""
-    if not is_invariant():
-        return F.linear(x, weight, bias)
-    return _RowProduct.apply(x, weight, bias) if has_kernels(x) else _in_whole_tiles(x, weight, bias)
+    """`x @ weight.T + bias` in the dtype of `x`. The gradient of a weight that has a `gradient_sum` is added to it."""
+    if is_invariant() and not has_kernels(x):
+        return _in_whole_tiles(x, weight, bias)
+    if is_invariant() or (torch.is_grad_enabled() and gradient_sum(weight) is not None):
+        return _Product.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gradient_sum(weight: Tensor) -> Tensor | None:
+    """The sum of a half-precision weight's gradients, kept in float32 (`Tensor.grad_dtype`), if there is one.
+
+    A product adds to it at once, from its float32 accumulators. autograd would round each gradient to the dtype of the
+    weight first, then write it in float32, and read and write both to add it.
+    """
+    return weight.grad if weight.grad is not None and weight.grad.dtype != weight.dtype else None
+
+
+def gradient_to_add_to(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Where a backward pass adds up the gradient of `weight`, in float32 or wider, and what it returns for it."""
+    total = gradient_sum(weight)
+    if total is not None:
+        return total, None
+    total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    return total, total
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -66,21 +86,22 @@ def _in_whole_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return F.linear(pad_rows(x, tiles.rows), weight, bias)[:num_rows]
 
 
-class _RowProduct(torch.autograd.Function):
-    # The gradients are products over other dimensions, which nothing is compared with: the library's are repeatable.
+class _Product(torch.autograd.Function):
+    # Invariant or not, the gradients are the library's products, which are repeatable: nothing is compared with them.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return kernels("matmul").row_product(x, weight, bias)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself: a saved one may come back without its gradient
+        return kernels("matmul").row_product(x, weight, bias) if is_invariant() else F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,), weight, grad_weight = ctx.saved_tensors, ctx.weight, None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            grad @ weight if wants_x else None,
-            grad.t() @ x if wants_weight else None,
-            grad.sum(0) if wants_bias else None,
-        )
+        if wants_weight and (total := gradient_sum(weight)) is not None:
+            add_product_float32(total, grad.t(), x)
+        elif wants_weight:
+            grad_weight = grad.t() @ x
+        return grad @ weight if wants_x else None, grad_weight, grad.sum(0) if wants_bias else None

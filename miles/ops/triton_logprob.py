@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles.ops.matmul import add_product_float32, project_float32
+from miles.ops.matmul import add_product_float32, gradient_to_add_to, project_float32
 
 BLOCK_IDS = 4096  # part of the meaning of a result, like the warps: they shape the tree of the sums
 NUM_WARPS = 8
@@ -154,19 +154,20 @@ class _HeadLogProbs(torch.autograd.Function):
             kept_TV = logits_CV if keeps_logits else None
             del logits_CV  # before the next ones are there
         log_probs_T, entropy_T, log_sums_T = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.save_for_backward(hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV)
+        ctx.head, ctx.temperature, ctx.chunk_rows = head_VD, temperature, chunk_rows
         ctx.set_materialize_grads(False)
         return log_probs_T, entropy_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV = ctx.saved_tensors
+        hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV = ctx.saved_tensors
+        head_VD = ctx.head
         if grad_log_probs_T is None:
             grad_log_probs_T = torch.zeros_like(entropy_T)
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        grad_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        sum_VD, grad_head_VD = gradient_to_add_to(head_VD) if ctx.needs_input_grad[1] else (None, None)
         for start in range(0, hidden_TD.shape[0], ctx.chunk_rows):
             chunk = slice(start, start + ctx.chunk_rows)
             logits_CV = project_float32(hidden_TD[chunk], head_VD) if kept_TV is None else kept_TV
@@ -183,8 +184,8 @@ class _HeadLogProbs(torch.autograd.Function):
             del logits_CV
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits_CV, head_VD, out=grad_hidden_TD[chunk])
-            if grad_head_VD is not None:
-                add_product_float32(grad_head_VD, grad_logits_CV.t(), hidden_TD[chunk])
+            if sum_VD is not None:
+                add_product_float32(sum_VD, grad_logits_CV.t(), hidden_TD[chunk])
             del grad_logits_CV
         return grad_hidden_TD, grad_head_VD, None, None, None
 

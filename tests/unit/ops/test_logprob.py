@@ -104,6 +104,10 @@ def test_bfloat16_inputs_give_float32_results_summed_in_float32() -> None:
     torch.testing.assert_close(head_VD.grad.double(), head64.grad, rtol=1e-4, atol=1e-3)
     assert hidden_TD.grad.dtype == torch.bfloat16
     torch.testing.assert_close(hidden_TD.grad.double(), hidden64.grad, rtol=2e-2, atol=2e-2)
+    before, kept = head_VD.grad.clone(), head_VD.grad
+    token_log_probs(hidden_TD, head_VD, targets_T)[0].sum().backward()
+    assert head_VD.grad is kept  # a second micro-batch adds to it in place
+    torch.testing.assert_close(kept, 2 * before)
 
 
 def test_very_certain_token_has_entropy_zero_and_finite_gradient() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from miles.ops.matmul import linear, project_float32
+from miles.ops.remake import made_again
 
 
 def test_linear_is_a_product_with_the_transposed_weight():
@@ -19,3 +21,34 @@ def test_logits_of_half_precision_weights_are_not_rounded():
     assert actual.dtype == torch.float32
     assert (actual - exact).abs().max() < 1e-4  # a bfloat16 result would be wrong by up to 0.1
     assert (project_float32(x.float(), weight) - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("remade", [False, True])
+def test_a_gradient_is_added_to_its_float32_sum_without_being_rounded(remade: bool):
+    """Three micro-batches: the sum has float32's error, and what autograd would add up has bfloat16's."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 32).bfloat16().requires_grad_(), torch.randn(24).bfloat16().requires_grad_()
+    weight.grad_dtype = bias.grad_dtype = torch.float32
+    weight.grad, bias.grad = torch.zeros(24, 32), torch.zeros(24)
+    kept, expected = weight.grad, torch.zeros(24, 32, dtype=torch.float64)
+    for _ in range(3):
+        source, grad = torch.randn(7, 32).bfloat16().requires_grad_(), torch.randn(7, 24).bfloat16()
+        x = 2 * source
+        with made_again((lambda source=source: 2 * source) if remade else None, x):
+            out = linear(x, weight, bias)
+        assert torch.equal(out, torch.nn.functional.linear(x, weight, bias))
+        out.backward(grad)
+        expected += grad.double().T @ x.double()
+        torch.testing.assert_close(source.grad, 2 * (grad @ weight))
+    assert weight.grad is kept
+    torch.testing.assert_close(kept.double(), expected, rtol=1e-5, atol=1e-4)
+    assert bias.grad.dtype == torch.float32 and bias.grad.any()
+
+
+def test_a_weight_without_a_sum_gets_the_gradient_of_autograd():
+    weight = torch.randn(3, 4).bfloat16().requires_grad_()
+    weight.grad_dtype = torch.float32
+    x = torch.randn(5, 4).bfloat16()
+    linear(x, weight).backward(torch.ones(5, 3).bfloat16())
+    assert weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad, x.float().sum(0).expand(3, 4), rtol=1e-2, atol=1e-2)
