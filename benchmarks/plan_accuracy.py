@@ -1,12 +1,14 @@
 """How far `miles plan` is from the memory that runs really take.
 
-    python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen] [--only NAME ...] [--write FOLDER]
+    python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen|recipe|later] [--only NAME ...]
+        [--write FOLDER]
 
 Every configuration runs in a process of its own, with random weights: on a CPU a `miles train` of one step whose
 worker reports its peak resident memory; on a GPU model, trainer and engine are built from the same flags, one rollout
 of answers of full length is written, and one update made. What the driver counts for the process is measured: all that
 the allocator has ever reserved, and what lies outside of it (context, libraries, kernels). The constants of
-`miles/plan/memory.py` were fitted to the round `calibration`; the cases of the round `frozen` were chosen afterwards.
+`miles/plan/memory.py` were fitted to the round `calibration`; the cases of the round `frozen` were chosen afterwards,
+those of `later` after a frozen one had shown that the smallest micro-batch can keep more than the largest.
 """
 
 from __future__ import annotations
@@ -120,6 +122,38 @@ CASES = {
             ),
         },
         "recipe": {"4B, 32 x 8 x 1,024": Case("Qwen3-4B", 32, 100, 1024)},
+        "later": {
+            "0.6B, LoRA, shared prompts": Case(
+                "Qwen3-0.6B",
+                24,
+                400,
+                160,
+                "--max-tokens-per-gpu 20000 --engine-mem-fraction-static 0.2 --lora-rank 64 --lora-alpha 64 "
+                "--share-prompts-in-training",
+            ),
+            "1.7B, 8 bit, cheap parts again": Case(
+                "Qwen3-1.7B",
+                16,
+                100,
+                300,
+                "--max-tokens-per-gpu 30000 --engine-max-total-tokens 50000 --adam-state 8bit "
+                "--recompute-granularity selective",
+            ),
+            "4B, LoRA, 24k tokens": Case(
+                "Qwen3-4B",
+                32,
+                60,
+                180,
+                "--max-tokens-per-gpu 24000 --engine-max-total-tokens 70000 --lora-rank 32 --lora-alpha 64",
+            ),
+            "4B, 10k tokens": Case(
+                "Qwen3-4B",
+                16,
+                90,
+                240,
+                "--max-tokens-per-gpu 10000 --engine-max-total-tokens 30000 --adam-state bfloat16",
+            ),
+        },
     },
 }  # fmt: skip
 
@@ -219,7 +253,7 @@ def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--round", choices=("calibration", "frozen", "recipe"), default="calibration")
+    parser.add_argument("--round", choices=("calibration", "frozen", "recipe", "later"), default="calibration")
     parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument("--child", help="run this one here")
     parser.add_argument("--write", type=Path)

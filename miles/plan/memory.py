@@ -66,11 +66,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens that are read, tokens that are trained on, and how many micro-batches an optimizer step has."""
+    """Tokens that are read, tokens that are trained on, how many micro-batches an optimizer step has, and what the
+    smallest of them reads."""
 
     tokens: int
     answers: int
     number: int
+    fewest_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ class Job:
         units = -(-self.samples_per_step // together)
         num = -(-units // fitting)
         largest = -(-units // num)
-        return MicroBatch(largest * length, largest * together * min(self.answer_len, num_inputs), num)
+        answers = largest * together * min(self.answer_len, num_inputs)
+        return MicroBatch(largest * length, answers, num, units // num * length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,33 +363,46 @@ def _touched_cache_bytes(job: Job, cache_tokens: int) -> int:
 
 
 def _passing_bytes(job: Job) -> dict[str, int]:
-    """What one micro-batch takes when its backward pass begins, or comes to the layers that are computed again."""
+    """What micro-batches take when their backward pass begins, or comes to the layers that are computed again. Where
+    less is computed again for the smallest, it may keep more than the largest."""
     spec, limits, itemsize = job.spec, job.limits, job.itemsize
     batch = job.micro_batch(limits.max_tokens)
-    tokens = batch.tokens
-    again = limits.activations.recompute_for(tokens)
-    padding = 0
-    if not job.machine.on_gpu:
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        padding = int(CPU_PADDING * (spec.qkv_size + queries)) - queries - 2 * keys
-        padding += again.selective * spec.qkv_size  # what is padded is not made again
-    layers = again.kept_numbers(spec) + (spec.num_layers - again.num_layers) * padding
-    around = tokens * (spec.hidden_size * itemsize + 2 * 4 * spec.head_dim)  # the last sum, and cosines and sines
-    whole = tokens * (layer_numbers(spec) + padding + 4 * spec.intermediate_size + spec.qkv_size) * itemsize
-    work = max(_head_bytes(job, batch.answers, limits.chunk_size), whole if again.num_layers else 0)
-    return {"activations": tokens * layers * itemsize + around, "head or layer at work": work}
+    again = limits.activations.recompute_for(batch.tokens)
+    numbers = layer_numbers(spec) + _padding_numbers(job) + 4 * spec.intermediate_size + spec.qkv_size
+    whole = batch.tokens * numbers * itemsize if again.num_layers else 0
+    work = max(_head_bytes(job, batch.answers, limits.chunk_size), whole)
+    kept = max(_kept_bytes(job, tokens) for tokens in (batch.fewest_tokens, batch.tokens))
+    return {"activations": kept, "head or layer at work": work}
+
+
+def _kept_bytes(job: Job, tokens: int) -> int:
+    """What all layers keep of a micro-batch, with the last sum and the cosines and sines."""
+    spec, again = job.spec, job.limits.activations.recompute_for(tokens)
+    padding = (spec.num_layers - again.num_layers) * _padding_numbers(job, selective=again.selective)
+    numbers = again.kept_numbers(spec) + padding + spec.hidden_size
+    return tokens * (numbers * job.itemsize + 2 * 4 * spec.head_dim)
+
+
+def _padding_numbers(job: Job, *, selective: bool = False) -> int:
+    """Of a token in a layer: the CPU's attention pads sequences, and what is padded is not made again."""
+    if job.machine.on_gpu:
+        return 0
+    queries, keys = job.spec.num_heads * job.spec.head_dim, job.spec.num_kv_heads * job.spec.head_dim
+    padded = int(CPU_PADDING * (job.spec.qkv_size + queries))
+    return padded - queries - 2 * keys + selective * job.spec.qkv_size
 
 
 def _head_bytes(job: Job, answers: int, chunk_size: int) -> int:
-    """The logits of a chunk, float32, and their gradient; the gradient of the head, and the hidden states with
-    theirs."""
+    """The logits of a chunk, float32, and their gradient; the gradient of the head where it is not added up at once;
+    and the hidden states with theirs."""
     spec = job.spec
     # As many logits as that are never cut into chunks: `ops/logprob.py`.
     rows = min(max(chunk_size, 4 * 2**20 // spec.vocab_size), answers)
-    logits = (6 if job.machine.on_gpu else 8) * rows
     # The heap of a CPU does not give the place of the head's gradient to the embedding's.
-    gradients = (1 if job.machine.on_gpu else 2) * 4 * spec.vocab_size
-    return logits * spec.vocab_size + spec.hidden_size * (gradients + 2 * answers * job.itemsize)
+    logit, gradient = (6, 4) if job.machine.on_gpu else (8, 8)
+    gradient *= job.itemsize == 4 and not job.config.lora.is_on
+    states = 2 * answers * spec.hidden_size * job.itemsize
+    return spec.vocab_size * (logit * rows + gradient * spec.hidden_size) + states
 
 
 def _graph_bytes(job: Job) -> int:
