@@ -244,7 +244,8 @@ def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             return run_on_cpu(case, Path(folder))
     command = [sys.executable, __file__, "--device", device, "--round", round_, "--child", name]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

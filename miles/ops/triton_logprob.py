@@ -27,14 +27,15 @@ NUM_WARPS = 8
 
 @triton.jit
 def softmax_of_block(row_ptr, first, inverse_temperature, V, BLOCK: tl.constexpr):
-    """Of the ids `first` and up: z - maximum [BLOCK], the maximum, e^(z - maximum) [BLOCK] and its sum.
+    """Of the ids `first` and up: z - maximum [BLOCK], the maximum, e^(z - maximum) [BLOCK] and its sum. Where all are
+    cut the maximum is -inf and the others are z and 0: the block has no part in the maximum of the row.
 
     The multiply-add is explicit: left to the compiler, one kernel would fuse it and another would not."""
     ids = first + tl.arange(0, BLOCK)
     logits = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf"))
     maximum = tl.max(logits, 0) * inverse_temperature
-    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-    centred = tl.fma(logits, tl.broadcast_to(inverse_temperature, logits.shape), -maximum)
+    centre = tl.where(maximum == -float("inf"), 0.0, maximum)
+    centred = tl.fma(logits, tl.broadcast_to(inverse_temperature, logits.shape), -centre)
     weights = tl.exp(centred)
     return centred, maximum, weights, tl.sum(weights, 0)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles.model.context import packed_context
 from miles.ops import activation, sampling
 from miles.ops.activation import silu_mul
+from miles.ops.logprob import CUT_LOGIT
 from miles.ops.norm import rms_norm
 from miles.ops.rope import apply_rope, rope_at, rope_frequencies, rope_table
 from miles.ops.sampling import row_seeds, sample
@@ -236,3 +237,12 @@ def test_sampler_and_trainer_agree_on_the_bits_of_a_log_prob() -> None:
         temperature_R = torch.full((300,), temperature, device="cuda")
         draw = sample_uncut(logits, seeds_R2=seeds, temperature_R=temperature_R)
         assert torch.equal(chunk_log_probs(logits, draw.tokens_R, temperature)[0], draw.log_probs_R)
+
+
+def test_a_block_of_cut_tokens_changes_no_bit_whatever_marks_them() -> None:
+    """-inf in the engine, a large number in the trainer; what is left of SmolLM2's logits is sometimes all negative."""
+    logits, is_cut = 3 * torch.randn(2000, VOCAB, device="cuda") - 30, torch.ones(VOCAB, dtype=torch.bool, device="cuda")
+    is_cut[100:140] = False
+    targets = torch.randint(100, 140, (2000,), device="cuda")
+    marked = [chunk_log_probs(logits.masked_fill(is_cut, mark), targets, 1.0)[0] for mark in (-torch.inf, CUT_LOGIT)]
+    assert torch.equal(*marked)

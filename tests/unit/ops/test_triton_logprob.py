@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from miles.ops.logprob import token_log_probs
+from miles.ops.logprob import CUT_LOGIT, token_log_probs
 from tests.gpu.ops.references import log_probs_and_entropy, relative_error, require_interpreter
 
 require_interpreter()
@@ -50,6 +50,19 @@ def test_cut_tokens_have_no_weight() -> None:
     expected = logits[:, :4].log_softmax(-1)
     assert log_probs.item() == pytest.approx(expected[0, 2].item(), rel=1e-6)
     assert entropy.item() == pytest.approx(-(expected.exp() * expected).sum().item(), rel=1e-6)
+
+
+def test_cut_tokens_change_no_bit_whatever_marks_them() -> None:
+    """The engine's mark is -inf, the trainer's a large number, and all logits that are left can be negative."""
+    torch.manual_seed(0)
+    logits, is_cut = 3 * torch.randn(64, 9000) - 30, torch.ones(64, 9000, dtype=torch.bool)
+    is_cut[:, 100:140] = False
+    targets = torch.randint(100, 140, (64,))
+    marked = (logits.masked_fill(is_cut, mark) for mark in (-torch.inf, CUT_LOGIT))
+    (log_probs, entropy, log_sums), trained = (chunk_log_probs(x, targets, 1.0) for x in marked)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip((log_probs, entropy, log_sums), trained, strict=True))
+    expected = logits[:, 100:140].double().log_softmax(-1).gather(1, targets[:, None] - 100).squeeze(1)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 8])  # several chunks, and one whose logits are kept
