@@ -241,7 +241,8 @@ def test_sampler_and_trainer_agree_on_the_bits_of_a_log_prob() -> None:
 
 def test_a_block_of_cut_tokens_changes_no_bit_whatever_marks_them() -> None:
     """-inf in the engine, a large number in the trainer; what is left of SmolLM2's logits is sometimes all negative."""
-    logits, is_cut = 3 * torch.randn(2000, VOCAB, device="cuda") - 30, torch.ones(VOCAB, dtype=torch.bool, device="cuda")
+    logits = 3 * torch.randn(2000, VOCAB, device="cuda") - 30
+    is_cut = torch.ones(VOCAB, dtype=torch.bool, device="cuda")
     is_cut[100:140] = False
     targets = torch.randint(100, 140, (2000,), device="cuda")
     marked = [chunk_log_probs(logits.masked_fill(is_cut, mark), targets, 1.0)[0] for mark in (-torch.inf, CUT_LOGIT)]
