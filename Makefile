@@ -7,6 +7,9 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
+# Tests run on so many processes; the tests of a file stay together. JOBS=0 runs them in one, as a debugger needs it.
+JOBS ?= logical
+
 .PHONY: help quickstart test lint slow gpu clean
 
 help:
@@ -28,7 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest --durations=10 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile --durations=10 $(ARGS)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=1800 $(ARGS)

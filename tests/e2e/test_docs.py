@@ -26,7 +26,7 @@ from tests.e2e.harness import REPOSITORY, is_one_error
 
 DOCS = REPOSITORY / "docs"
 PAGES = ("start", "size_it", "recipes", "lora", "speed_and_stability", "trainer", "debug", "how_it_works")
-IN_DEPTH = ("reliability", "rewards", "sampling", "gap", "see_the_run")  # may be longer
+IN_DEPTH = ("reliability", "rewards", "sampling", "gap", "see_the_run", "shared_prompts")  # may be longer
 SLOW = {"see_the_run"}
 MARKS = {"": True, "fails": True, "gpu": False, "network": False, "long": False, "live": False}  # whether it is run
 PARSED_AS_TRAIN = {"train", "check", "rehearse"}
