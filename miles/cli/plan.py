@@ -180,10 +180,10 @@ def _show(job: Job, report: dict[str, Any]) -> None:
         f"a step: at most about {seconds['step']:,.0f} s (generate {seconds['generate']:,.1f}, log-probs "
         f"{seconds['log_probs']:,.1f}, update {seconds['update']:,.1f})"
     )
-    evaluated = f", {disk['eval_bytes'] / GIB:.1f} of weights to evaluate" if disk["eval_bytes"] else ""
+    exported = f", {disk['export_bytes'] / GIB:.1f} of exported weights" if disk["export_bytes"] else ""
     console.print(
         f"disk: {disk['needed_bytes'] / GIB:.1f} GiB for {disk['num_checkpoints']} checkpoints of "
-        f"{disk['checkpoint_bytes'] / GIB:.1f}, one being written{evaluated}, and samples; "
+        f"{disk['checkpoint_bytes'] / GIB:.1f}, one being written{exported}, and samples; "
         f"{machine.disk_bytes / GIB:.0f} free"
     )
     if report["fits"]:

@@ -129,15 +129,15 @@ def memory_and_disk(
     job = Job(config, spec, machine, prompt_len, config.rollout.rollout_max_response_len)
     memory, disk = estimate(job), disk_of(job, num_rollout=schedule.num_rollout)
     kept, one, free = disk.num_checkpoints, disk.checkpoint_bytes, machine.disk_bytes
-    evaluated = f", {_gb(disk.eval_bytes)} of weights to evaluate" if disk.eval_bytes else ""
+    exported = f", {_gb(disk.export_bytes)} of exported weights" if disk.export_bytes else ""
     text = (
         f"{_gb(memory.process_bytes)} of {_gb(machine.memory_bytes)} at most; {kept} checkpoint{'s' * (kept != 1)} of "
-        f"{_gb(one)}{evaluated}, {_gb(free)} free"
+        f"{_gb(one)}{exported}, {_gb(free)} free"
     )
     data = {
         "needed_bytes": memory.process_bytes, "free_bytes": machine.memory_bytes, "share": memory.use,
         "parts": memory.device,
-        "checkpoint_bytes": one, "num_checkpoints": kept, "eval_bytes": disk.eval_bytes, "free_disk_bytes": free,
+        "checkpoint_bytes": one, "num_checkpoints": kept, "export_bytes": disk.export_bytes, "free_disk_bytes": free,
         "seconds": step_seconds(job, memory).step,
     }  # fmt: skip
     if memory.cannot_fit:

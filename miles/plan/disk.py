@@ -1,5 +1,5 @@
 """Bytes that a run takes on disk: the checkpoints that are there at one time, the samples of every rollout, and the
-weights that an evaluation reads."""
+weights that are exported."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ SAMPLE_TOKEN_BYTES = 12  # of a token in samples/*.parquet: id, log-prob, mask a
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """`num_checkpoints` stay; while one is written it is there beside them. `eval_bytes` are there during an evaluation
-    by a `CheckpointEvalFn`; which `--eval-function-path` is one is known when it is loaded, so they count for each."""
+    """`num_checkpoints` stay; while one is written it is there beside them. `export_bytes` are there at the end with
+    `--save-hf`, which may lie elsewhere, and during an evaluation by a `CheckpointEvalFn`; which `--eval-function-path`
+    is one is known when it is loaded, so they count for each."""
 
     checkpoint_bytes: int
     num_checkpoints: int
     sample_bytes: int
-    eval_bytes: int
+    export_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        return (self.num_checkpoints + 1) * self.checkpoint_bytes + self.sample_bytes + self.eval_bytes
+        return (self.num_checkpoints + 1) * self.checkpoint_bytes + self.sample_bytes + self.export_bytes
 
 
 def disk_of(job: Job, *, num_rollout: int) -> Disk:
-    folder = job.config.run_dir
+    config, folder = job.config, job.config.run_dir
     kept = 1 if folder.save_interval is None else -(-num_rollout // folder.save_interval)
     if folder.save_keep_last is not None:
         kept = min(kept, folder.save_keep_last + (folder.save_keep_best or 0))
-    tokens = num_rollout * samples_per_rollout(job.config) * job.sample_len
-    exports = job.config.hooks.eval_function_path is not None and job.config.eval.eval_interval is not None
+    tokens = num_rollout * samples_per_rollout(config) * job.sample_len
     # with LoRA the adapters, and the model that they are merged with
     exported = job.itemsize * job.spec.num_parameters + MASTER_BYTES * job.num_adapted + SPARE_BYTES
-    return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES, exports * exported)
+    exported *= folder.save_hf is not None or None not in (config.hooks.eval_function_path, config.eval.eval_interval)
+    return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES, exported)

@@ -333,10 +333,11 @@ def test_disk():
     assert disk_of(job(save_interval=2), num_rollout=20).num_checkpoints == 10
     reads = {"eval_function_path": "mine.Elsewhere", "eval_interval": 5}
     folder = disk_of(job(save_interval=2, save_keep_last=3, **reads), num_rollout=20)
-    assert folder.needed_bytes - found.needed_bytes == folder.eval_bytes == 2 * 596_049_920 + SPARE_BYTES
+    assert folder.needed_bytes - found.needed_bytes == folder.export_bytes == 2 * 596_049_920 + SPARE_BYTES
+    assert disk_of(job(save_hf="out"), num_rollout=20).export_bytes == folder.export_bytes
     adapters = job(lora_rank=8, **reads)
-    assert disk_of(adapters, num_rollout=20).eval_bytes == folder.eval_bytes + 4 * adapters.num_adapted > 0
-    assert disk_of(job(eval_function_path="mine.Elsewhere"), num_rollout=20).eval_bytes == 0  # nothing is evaluated
+    assert disk_of(adapters, num_rollout=20).export_bytes == folder.export_bytes + 4 * adapters.num_adapted > 0
+    assert disk_of(job(eval_function_path="mine.Elsewhere"), num_rollout=20).export_bytes == 0  # nothing is evaluated
 
 
 @pytest.mark.parametrize(
