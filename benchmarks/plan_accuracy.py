@@ -264,12 +264,14 @@ def main() -> None:
         print(json.dumps(run_on_gpu(cases[arguments.child])))
         return
     rows: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     started = time.perf_counter()
     for name in arguments.only or cases:
         try:
             found = in_own_process(name, arguments.device, arguments.round)
         except AssertionError as error:
             print(f"{name}: {error}", flush=True)
+            failed[name] = str(error).splitlines()[-1]
             continue
         machine = cpu_machine(host_bytes=host_memory(), disk_bytes=0)
         if arguments.device == "cuda":
@@ -290,6 +292,7 @@ def main() -> None:
         "seconds": time.perf_counter() - started,
         "largest_error": max((abs(row["error"]) for row in rows.values()), default=None),
         "cases": rows,
+        "failed": failed,
     }
     record(result, write=arguments.write)
 

@@ -74,11 +74,8 @@ class Saver:
 
     def close(self) -> None:
         """Let a running save end; it is on disk or its error is in the log."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            logger.error("%s", self._error)
+        if (error := self._ended()) is not None:
+            logger.error("%s", error)
 
     def _run(self, iteration: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         try:
@@ -95,12 +92,16 @@ class Saver:
         return Saved(path, iteration, prune(self._root, self._keep), is_temporary)
 
     def _join(self) -> None:
+        if (error := self._ended()) is not None:
+            raise error
+
+    def _ended(self) -> Exception | None:
+        """The error of a save, once it has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        return error
 
     def _take(self) -> list[Saved]:
         saved, self._saved = self._saved, []

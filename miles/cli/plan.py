@@ -181,10 +181,10 @@ def _show(job: Job, report: dict[str, Any]) -> None:
         f"{seconds['log_probs']:,.1f}, update {seconds['update']:,.1f})"
     )
     exported = f", {disk['export_bytes'] / GIB:.1f} of exported weights" if disk["export_bytes"] else ""
+    kept = disk["num_checkpoints"]
     console.print(
-        f"disk: {disk['needed_bytes'] / GIB:.1f} GiB for {disk['num_checkpoints']} checkpoints of "
-        f"{disk['checkpoint_bytes'] / GIB:.1f}, one being written{exported}, and samples; "
-        f"{machine.disk_bytes / GIB:.0f} free"
+        f"disk: {disk['needed_bytes'] / GIB:.1f} of {machine.disk_bytes / GIB:.0f} GiB that are free: {kept} checkpoint"
+        f"{'s' * (kept != 1)} of {disk['checkpoint_bytes'] / GIB:.1f}, one being written{exported}, and samples"
     )
     if report["fits"]:
         console.print("it fits", style="green")

@@ -149,8 +149,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs_TK: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_TD, targets_TK, entropy_T, kept_TV = ctx.saved_tensors
-        head_VD = ctx.head
+        (hidden_TD, targets_TK, entropy_T, kept_TV), head_VD = ctx.saved_tensors, ctx.head
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         sum_VD, grad_head_VD = gradient_to_add_to(head_VD) if ctx.needs_input_grad[1] else (None, None)
         for chunk in _chunks(hidden_TD.shape[0], ctx.chunk_rows):

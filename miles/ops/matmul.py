@@ -32,8 +32,7 @@ def gradient_sum(weight: Tensor) -> Tensor | None:
 
 def gradient_to_add_to(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Where a backward pass adds up the gradient of `weight`, in float32 or wider, and what it returns for it."""
-    total = gradient_sum(weight)
-    if total is not None:
+    if (total := gradient_sum(weight)) is not None:
         return total, None
     total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     return total, total

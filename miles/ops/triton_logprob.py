@@ -163,8 +163,7 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV = ctx.saved_tensors
-        head_VD = ctx.head
+        (hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV), head_VD = ctx.saved_tensors, ctx.head
         if grad_log_probs_T is None:
             grad_log_probs_T = torch.zeros_like(entropy_T)
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None

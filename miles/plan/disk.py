@@ -34,7 +34,9 @@ def disk_of(job: Job, *, num_rollout: int) -> Disk:
     if folder.save_keep_last is not None:
         kept = min(kept, folder.save_keep_last + (folder.save_keep_best or 0))
     tokens = num_rollout * samples_per_rollout(config) * job.sample_len
-    # with LoRA the adapters, and the model that they are merged with
-    exported = job.itemsize * job.spec.num_parameters + MASTER_BYTES * job.num_adapted + SPARE_BYTES
-    exported *= folder.save_hf is not None or None not in (config.hooks.eval_function_path, config.eval.eval_interval)
+    evaluates = None not in (config.hooks.eval_function_path, config.eval.eval_interval)
+    # with LoRA the adapters, for an evaluation with the model that they are merged with
+    exported = MASTER_BYTES * job.num_adapted + SPARE_BYTES
+    exported += (evaluates or not config.lora.is_on) * job.itemsize * job.spec.num_parameters
+    exported *= evaluates or folder.save_hf is not None
     return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES, exported)

@@ -34,6 +34,7 @@ CPU_CACHE_SHARE = 0.2
 # Of a GPU's memory: left free for what a trainer on it keeps of a micro-batch, and for CUDA graphs;
 # for the latter only when the cache is released while the trainer works.
 GPU_CACHE_RESERVE, GPU_CACHE_RESERVE_RELEASED = 0.35, 0.1
+LEAST_CACHE_SHARE = 0.25  # of the memory that is free, where less would be left for the cache
 
 # Measured: torch and the libraries of the worker on a CPU; a CUDA context with its libraries and kernels on a GPU.
 CPU_PROCESS_BYTES = int(0.36 * GIB)
@@ -291,8 +292,9 @@ def wanted_cache_tokens(
     if config.engine_mem_fraction_static is not None:
         rest = config.engine_mem_fraction_static * total_bytes - spec.num_parameters * itemsize
         return max(int(rest), 0) // per_token
-    allowed = free_bytes - cache_reserve(config) * total_bytes if on_gpu else CPU_CACHE_SHARE * free_bytes
-    return min(num_rows * spec.max_position_embeddings, max(int(allowed), 0) // per_token)
+    reserve, least = (cache_reserve(config), LEAST_CACHE_SHARE) if on_gpu else (1.0, CPU_CACHE_SHARE)
+    allowed = max(free_bytes - reserve * total_bytes, least * free_bytes)
+    return min(num_rows * spec.max_position_embeddings, int(allowed) // per_token)
 
 
 def estimate(job: Job) -> Memory:

@@ -85,7 +85,7 @@ class RewardSignals:
 def show_samples(samples: Sequence[Sample]) -> str:
     """The ends of the first few responses, for a warning."""
     return "\n".join(
-        f"  sample {s.index}, label {s.label!r:.80}, response ends with: {s.response[-300:]!r}"
+        f"  sample {s.index}, label ends with: {str(s.label)[-80:]!r}, response ends with: {s.response[-300:]!r}"
         for s in samples[:NUM_SHOWN]
     )
 

@@ -337,6 +337,8 @@ def test_disk():
     assert disk_of(job(save_hf="out"), num_rollout=20).export_bytes == folder.export_bytes
     adapters = job(lora_rank=8, **reads)
     assert disk_of(adapters, num_rollout=20).export_bytes == folder.export_bytes + 4 * adapters.num_adapted > 0
+    alone = job(lora_rank=8, save_hf="out")
+    assert disk_of(alone, num_rollout=20).export_bytes == 4 * adapters.num_adapted + SPARE_BYTES
     assert disk_of(job(eval_function_path="mine.Elsewhere"), num_rollout=20).export_bytes == 0  # nothing is evaluated
 
 
