@@ -160,15 +160,15 @@ class Job:
     def micro_batch(self, max_tokens: int) -> MicroBatch:
         """The largest one of equal samples; with shared prompts those of a group stay together."""
         num_inputs = self.sample_len - 1  # nothing is predicted after the last token
-        blocks = min(self.prompt_len, num_inputs - 1) // SHARED_MULTIPLE
+        most = self.config.batch.micro_batch_size or self.samples_per_step
+        # The last token of a prompt predicts one of an answer: each sample reads it for itself.
+        blocks = (min(self.prompt_len, num_inputs) - 1) // SHARED_MULTIPLE
         shared = self.config.batch.share_prompts_in_training * blocks * SHARED_MULTIPLE
         together = (max_tokens - shared) // (num_inputs - shared) if shared else 1
-        together = min(max(together, 1), self.config.rollout.n_samples_per_prompt)
+        together = min(max(together, 1), self.config.rollout.n_samples_per_prompt, most)
         shared *= together > 1
         length = shared + together * (num_inputs - shared)
-        fitting = max(max_tokens // length, 1)
-        if (most := self.config.batch.micro_batch_size) is not None:
-            fitting = max(min(fitting, most // together), 1)
+        fitting = max(min(max_tokens // length, most // together), 1)
         units = -(-self.samples_per_step // together)
         num = -(-units // fitting)
         largest = -(-units // num)

@@ -121,6 +121,9 @@ def test_shared_prompts_are_read_once_in_a_group():
     shared = job(answer_len=200, share_prompts_in_training=True)
     assert shared.micro_batch(4000) == MicroBatch(2 * (64 + 8 * 235), 2 * 8 * 200, 16, 2 * (64 + 8 * 235))
     assert shared.micro_batch(800) == MicroBatch(64 + 3 * 235, 3 * 200, 86, 64 + 3 * 235)
+    assert changed(shared, {"micro_batch_size": 1}).micro_batch(4000) == MicroBatch(299, 200, 256, 299)
+    longer = dataclasses.replace(shared, prompt_len=128)  # its last token is read for each answer, and with it 63 more
+    assert longer.micro_batch(4000).tokens == 64 + 8 * 263
 
 
 def test_a_released_cache_lies_where_the_trainer_works():
