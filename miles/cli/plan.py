@@ -27,7 +27,7 @@ from miles.plan.memory import DEFAULT_PROMPT_LEN, Job, estimate
 from miles.plan.seconds import step_seconds
 from miles.plan.shapes import find_spec
 
-_ABSURD = 10**9  # GiB or tokens: no machine and no sample has as many
+_LEAST, _ABSURD = 1e-6, 10**9  # GiB or tokens: no machine and no sample has so few or as many
 
 
 def run(argv: list[str]) -> int:
@@ -83,8 +83,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < _ABSURD:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and below {_ABSURD:,}, not {text}")
+    if not _LEAST <= value < _ABSURD:
+        raise argparse.ArgumentTypeError(f"must be a number from {_LEAST} to below {_ABSURD:,}, not {text}")
     return value
 
 
