@@ -28,7 +28,7 @@ from benchmarks.recipe import random_model, spec_of
 from miles.config.sections import AlgorithmConfig, BatchConfig, EngineConfig, RunConfig
 from miles.engine import sampler
 from miles.engine.core import EngineCore
-from miles.model.flops import training_flops
+from miles.model.flops import forward_flops
 from miles.observe.gpu import synchronize
 from miles.trainer.trainer import LocalTrainer
 from miles.types import GenerationRequest, SamplingParams, TrainSample
@@ -192,7 +192,7 @@ def profile_training(model: Any, shape: str, num_tokens: int) -> tuple[dict[str,
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         trainer.train(samples, rollout_id=6, weight_version=0)
         torch.cuda.synchronize()
-    flops = training_flops(spec_of(shape), [100 + length for length in lengths], num_head_tokens=sum(lengths))
+    flops = 3 * forward_flops(spec_of(shape), [100 + length for length in lengths], num_head_tokens=sum(lengths))
     times = {
         "clock_ms": clock_ms,
         "median_clock_ms": median(clock_ms),

@@ -34,7 +34,7 @@ from benchmarks.apart import measure_apart, paths_by_name
 from benchmarks.machine import record
 from benchmarks.model_folder import model_for_peers
 from benchmarks.recipe import recipe, spec_of
-from miles.model.flops import forward_flops, training_flops
+from miles.model.flops import forward_flops
 from miles.model.spec import ModelSpec
 from miles.observe.gpu import seconds_of
 
@@ -148,13 +148,14 @@ def facts_of(spec: ModelSpec, sequences: list[Sequence], device: torch.device, d
     short = flops / seconds_of(lambda: left @ right, device)
     sustained = flops / seconds_of(lambda: left @ right, device, repeats=max(round(2 * short / flops), 10))
     num_tokens = sum(lengths)
+    forward = forward_flops(spec, lengths, num_head_tokens=num_answer_tokens)
     return {
         "num_sequences": len(lengths),
         "num_tokens": num_tokens,
         "num_answer_tokens": num_answer_tokens,
         "num_parameters": spec.num_parameters,
-        "training_flops": float(training_flops(spec, lengths, num_head_tokens=num_answer_tokens)),
-        "forward_flops": float(forward_flops(spec, lengths, num_head_tokens=num_answer_tokens)),
+        "training_flops": 3.0 * forward,
+        "forward_flops": float(forward),
         "matrix_tflops_short": short / 1e12,
         "matrix_tflops_sustained": sustained / 1e12,
         "limit_seconds": 6 * spec.num_parameters * num_tokens / short,

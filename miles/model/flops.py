@@ -17,7 +17,8 @@ def forward_flops(
     """FLOPs of one forward over whole packed sequences of these lengths, causal attention counted as causal.
 
     `num_head_tokens` is the number of positions whose logits are computed; all of them by default. `shared` has for
-    each sequence the number of its first tokens that another sequence computes.
+    each sequence the number of its first tokens that another sequence computes. Each product has two of the same size
+    in the backward pass.
     """
     num_tokens = sum(lengths) - sum(shared)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in shared)
@@ -25,8 +26,3 @@ def forward_flops(
     attention = 2 * 2 * num_pairs * spec.num_heads * spec.head_dim  # queries by keys, then weights by values
     head = 2 * (num_tokens if num_head_tokens is None else num_head_tokens) * spec.vocab_size * spec.hidden_size
     return spec.num_layers * (products + attention) + head
-
-
-def training_flops(spec: ModelSpec, lengths: Sequence[int], *, num_head_tokens: int | None = None) -> int:
-    """Forward and backward: each product of the forward has two of the same size in the backward."""
-    return 3 * forward_flops(spec, lengths, num_head_tokens=num_head_tokens)
