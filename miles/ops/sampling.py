@@ -72,12 +72,15 @@ def sample(
     `seeds_R2` come from `row_seeds`; None makes every row greedy. `temperature_R` None means 1. Rows of `greedy_R` take
     the most likely token; their temperature must be 1 and they must have no cut.
     """
-    if has_kernels(logits_RV) and cuts is None and seeds_R2 is not None:
+    if has_kernels(logits_RV) and seeds_R2 is not None:
         draw = kernels("sampling").sample_uncut(
             logits_RV, seeds_R2=seeds_R2, temperature_R=temperature_R, greedy_R=greedy_R
         )
-        if needs_tempered and temperature_R is not None:
+        if temperature_R is not None and (needs_tempered or cuts is not None):
             logits_RV.div_(temperature_R.unsqueeze(1))
+        if cuts is not None:  # these rows again, and only they: the bits of the others do not depend on their batch
+            logits_RV[cuts.rows_R] = cut_RV = _cut(logits_RV[cuts.rows_R], cuts)
+            draw.tokens_R[cuts.rows_R], draw.log_probs_R[cuts.rows_R] = _race(cut_RV, seeds_R2[cuts.rows_R])
         return draw
     finite_R = logits_RV.sum(-1).isfinite()
     if temperature_R is not None:
@@ -88,11 +91,7 @@ def sample(
         return Draw(*_most_likely(logits_RV), finite_R)
     tokens_R, log_probs_R = _race(logits_RV, seeds_R2)
     if greedy_R is not None:
-        best_R, best_log_probs_R = _most_likely(logits_RV)
-        tokens_R = torch.where(greedy_R, best_R, tokens_R)
-        log_probs_R = torch.where(greedy_R, best_log_probs_R, log_probs_R)
-    if is_invariant():
-        log_probs_R = row_log_probs(logits_RV, tokens_R.unsqueeze(1)).squeeze(1)
+        tokens_R[greedy_R], log_probs_R[greedy_R] = _most_likely(logits_RV[greedy_R])
     return Draw(tokens_R, log_probs_R, finite_R)
 
 
@@ -106,7 +105,10 @@ def _race(logits_RV: Tensor, seeds_R2: Tensor) -> tuple[Tensor, Tensor]:
         drawn = (p / _negative_exponentials(seeds, words_V)).argmin(-1)
         tokens.append(drawn)
         probs.append(p.gather(1, drawn.unsqueeze(1)).squeeze(1))
-    return torch.cat(tokens), torch.cat(probs).log_()
+    tokens_R = torch.cat(tokens)
+    if is_invariant():  # the bits that the trainer computes
+        return tokens_R, row_log_probs(logits_RV, tokens_R.unsqueeze(1)).squeeze(1)
+    return tokens_R, torch.cat(probs).log_()
 
 
 def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:

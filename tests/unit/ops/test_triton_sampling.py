@@ -6,9 +6,12 @@ seeds here have no such pair.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from miles.ops.sampling import row_seeds, sample
+from miles.ops import kernels
+from miles.ops.numerics import invariant
+from miles.ops.sampling import Cuts, row_seeds, sample
 from tests.gpu.ops.references import require_interpreter
 
 require_interpreter()
@@ -47,3 +50,21 @@ def test_rows_that_are_not_finite_are_reported() -> None:
     logits[1, 200], logits[2, 7] = torch.nan, torch.inf
     seeds = row_seeds(torch.arange(4), torch.arange(4))
     assert sample_uncut(logits, seeds_R2=seeds).finite_R.tolist() == [True, False, False, True]
+
+
+def test_rows_with_cuts_change_no_bit_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on_cpu_too", True)
+    torch.manual_seed(2)
+    logits, seeds = torch.randn(12, 5000) * 3, row_seeds(torch.arange(12), torch.arange(12))
+    is_cut, temperatures = torch.arange(12) % 4 == 1, torch.full((12,), 0.7)
+    rows = is_cut.nonzero().squeeze(1)
+    cuts = Cuts(rows, torch.full((3,), 5), torch.ones(3), torch.zeros(3), num_candidates=5)
+    tempered = logits.clone()
+    with invariant():
+        alone = sample(logits.clone(), seeds_R2=seeds, temperature_R=temperatures)
+        mixed = sample(tempered, seeds_R2=seeds, temperature_R=temperatures, cuts=cuts)
+    assert torch.equal(mixed.tokens_R[~is_cut], alone.tokens_R[~is_cut])
+    assert torch.equal(mixed.log_probs_R[~is_cut], alone.log_probs_R[~is_cut])
+    assert mixed.finite_R.all() and (tempered.isfinite().sum(1) == torch.where(is_cut, 5, 5000)).all()
+    expected, _, _ = chunk_log_probs(tempered[rows], mixed.tokens_R[rows], 1.0)
+    assert torch.equal(mixed.log_probs_R[rows], expected)
