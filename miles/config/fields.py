@@ -13,18 +13,19 @@ SATISFIED = "no effect here"  # accepted: the design already gives what it asks 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Range of a number; an open end does not belong to it."""
+    """Range of a number; an open end does not belong to it, nor does a `gap`."""
 
     text: str
     low: float = -math.inf
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
+    gap: float | None = None
 
     def holds(self, value: float) -> bool:
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
-        return above and below
+        return above and below and value != self.gap
 
 
 AT_LEAST_ONE = Bounds("at least 1", low=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ class Flag:
     @property
     def spelling(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    def problem_of(self, number: float) -> str:
+        """What a value must be and this number is not, or nothing."""
+        if not math.isfinite(number):
+            return "a finite number"
+        return self.bounds.text if self.bounds and not self.bounds.holds(number) else ""
 
 
 def _flags_of(section: str, section_type: type) -> Iterator[Flag]:

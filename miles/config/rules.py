@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from miles.config.fields import SATISFIED
-from miles.config.flags import FLAGS, Flag, closest, flatten, spelling
+from miles.config.flags import FLAGS, closest, flatten, spelling
 from miles.config.lora_section import MODULES, module_names
 from miles.config.loss_rules import loss_violations
 from miles.config.memory_section import memory_violations
@@ -54,19 +54,13 @@ def _bounds(config: RunConfig) -> Iterator[str]:
             allowed = ", ".join(str(choice) for choice in flag.choices)
             yield f"{flag.spelling} must be one of {allowed}, not {wrong[0]!r}"
         for number in _numbers(value):
-            if problem := _out_of_bounds(flag, number):
+            if problem := flag.problem_of(number):
                 yield f"{flag.spelling} must be {problem}, not {number}"
 
 
 def _numbers(value: Any) -> list[float]:
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
     return [entry for entry in entries if isinstance(entry, (int, float)) and not isinstance(entry, bool)]
-
-
-def _out_of_bounds(flag: Flag, number: float) -> str:
-    if not math.isfinite(number):
-        return "a finite number"
-    return flag.bounds.text if flag.bounds and not flag.bounds.holds(number) else ""
 
 
 def _required(config: RunConfig) -> Iterator[str]:
@@ -122,9 +116,6 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    for name in ("rollout_top_k", "eval_top_k"):
-        if flatten(config)[name] == 0:
-            yield f"{spelling(name)} must be -1 (keep all tokens) or at least 1, not 0"
     if "" in rollout.rollout_stop:
         yield "--rollout-stop has an empty string, which would end every answer at once"
     context, answer, prompt = (

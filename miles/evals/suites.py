@@ -71,9 +71,7 @@ def _load(
         label_key="--eval-label-key" if config.eval.eval_label_key else "--label-key",
     )
     overrides = {**one.metadata_overrides, **({"rm_type": one.rm_type} if one.rm_type is not None else {})}
-    check = check_label
-    if check_label is not None:
-        check = lambda label, metadata: check_label(label, {**metadata, **overrides})  # noqa: E731
+    check = None if check_label is None else lambda label, metadata: check_label(label, {**metadata, **overrides})
     loaded = load_prompts(
         data,
         tokenizer,

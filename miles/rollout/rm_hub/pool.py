@@ -117,11 +117,6 @@ class WorkerPool:
                 self._wake_write.send_bytes(b"!")
         return future
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.pid for worker in self._workers]
-
     def close(self) -> None:
         """End all processes. Tasks that still wait fail with `RewardError`."""
         if self._thread is None:

@@ -179,8 +179,8 @@ def test_a_killed_worker_takes_its_jail_along(reward: BuiltinReward) -> None:
         scoring = asyncio.ensure_future(reward.score(sample))
         pool = reward.terms[0].grader.tools.pools.get(code_reward.SANDBOX, timeout_s=1.0)
         await asyncio.sleep(0.7)
-        for pid in pool.pids:
-            os.kill(pid, 9)
+        for worker in pool._workers:
+            os.kill(worker.pid, 9)
         return await scoring
 
     assert asyncio.run(kill_while_running()) == 0.0

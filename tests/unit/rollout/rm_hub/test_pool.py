@@ -63,6 +63,10 @@ def wait_until(condition: object, timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def pids_of(pool: WorkerPool) -> list[int]:
+    return [worker.pid for worker in pool._workers]
+
+
 def test_tasks_are_done_whatever_their_neighbours_do(pool: WorkerPool) -> None:
     hostile = ["loop", "exit", "raise", "hold the lock", "memory", "recursion"]
     tasks = [(hostile[i // 2 % 6], i) if i % 2 else ("square", i) for i in range(24)]
@@ -72,14 +76,14 @@ def test_tasks_are_done_whatever_their_neighbours_do(pool: WorkerPool) -> None:
     assert kinds == [TIMEOUT, DIED, RAISED, TIMEOUT, RAISED, RAISED] * 2
     assert outcomes[5].detail == "ValueError: cannot do 5"
     assert pool.failures == {TIMEOUT: 4, DIED: 2, RAISED: 6}
-    wait_until(lambda: len(pool.pids) == 2 and all(map(is_alive, pool.pids)))
+    wait_until(lambda: len(pids_of(pool)) == 2 and all(map(is_alive, pids_of(pool))))
 
 
 def test_a_task_whose_process_is_killed_is_done_by_another(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
     assert pool.submit(("square", 1)).result(timeout=30).value == 1
     future = pool.submit(("nap", 5))
     time.sleep(0.1)
-    for pid in pool.pids:
+    for pid in pids_of(pool):
         os.kill(pid, signal.SIGKILL)
     assert future.result(timeout=30).value == 5
     assert pool.failures.total() == 0, "no answer was graded wrong"
@@ -90,14 +94,14 @@ def test_field_note_8_hostile_answers_leave_the_pool_at_full_size(pool: WorkerPo
     futures = [pool.submit(("exit" if i % 10 else "loop", i)) for i in range(100)]
     assert all(future.result(timeout=60).failure in (DIED, TIMEOUT) for future in futures)
     assert pool.failures.total() == 100
-    wait_until(lambda: len(pool.pids) == 2 and all(map(is_alive, pool.pids)))
+    wait_until(lambda: len(pids_of(pool)) == 2 and all(map(is_alive, pids_of(pool))))
     assert pool.submit(("square", 7)).result(timeout=10).value == 49
 
 
 def test_closing_leaves_no_process_and_fails_what_waits(pool: WorkerPool) -> None:
     busy = [pool.submit(("loop", i)) for i in range(5)]
-    wait_until(lambda: len(pool.pids) == 2)
-    pids = pool.pids
+    wait_until(lambda: len(pids_of(pool)) == 2)
+    pids = pids_of(pool)
     pool.close()
     for future in busy[2:]:
         with pytest.raises(RewardError, match="were closed"):
@@ -112,7 +116,7 @@ def test_workers_end_when_their_owner_is_killed(pool: WorkerPool, tmp_path: Path
         "import os, sys, time; from miles.rollout.rm_hub.pool import WorkerPool\n"
         "pool = WorkerPool('pool_tasks', num_workers=2, timeout_s=60)\n"
         "pool.start(); pool.submit(('loop', 0)); pool.submit(('square', 0)).result()\n"
-        f"open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(map(str, pool.pids)))\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(str(worker.pid) for worker in pool._workers))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     os.spawnve(
