@@ -53,14 +53,13 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     chunk_size: int = 1024,
-    with_entropy: bool = True,
     kept: KeptIds | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head.T / temperature)[target] and the entropy of that softmax in nats, both float32.
 
     `targets_T` may also be T x K: several ids of each token, with log-probs T x K. With `kept` the softmax is over the
     kept ids of the token; an id that was cut has a log-prob near `CUT_LOGIT`. Both results can be differentiated with
-    respect to `hidden_TD` and `head_VD`. Without `with_entropy` the second is None.
+    respect to `hidden_TD` and `head_VD`.
     """
     assert temperature > 0, f"the temperature must be positive, got {temperature}"
     rows = max(chunk_size, SMALL_CHUNK_ELEMENTS // head_VD.shape[0])
@@ -68,10 +67,10 @@ def token_log_probs(
         log_probs_T, entropy_T = kernels("logprob").head_log_probs(
             hidden_TD, head_VD, targets_T.flatten(), temperature=temperature, chunk_rows=rows
         )
-        return log_probs_T.view_as(targets_T), entropy_T if with_entropy else None
+        return log_probs_T.view_as(targets_T), entropy_T
     targets_TK = targets_T[:, None] if targets_T.ndim == 1 else targets_T
-    scored = _TokenLogProbs.apply(hidden_TD, head_VD, targets_TK, temperature, rows, with_entropy, kept)
-    return scored[0].view_as(targets_T), scored[1]
+    log_probs_TK, entropy_T = _TokenLogProbs.apply(hidden_TD, head_VD, targets_TK, temperature, rows, kept)
+    return log_probs_TK.view_as(targets_T), entropy_T
 
 
 @torch.no_grad()
@@ -117,13 +116,12 @@ class _TokenLogProbs(torch.autograd.Function):
         targets_TK: Tensor,
         temperature: float,
         chunk_rows: int,
-        with_entropy: bool,
-        kept: KeptIds | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        kept: KeptIds | None,
+    ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden_TD.shape[0]
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         log_probs_TK = torch.empty(targets_TK.shape, dtype=dtype, device=hidden_TD.device)
-        entropy_T = log_probs_TK.new_empty(num_tokens) if with_entropy else None
+        entropy_T = log_probs_TK.new_empty(num_tokens)
         kept_TV = None
         for chunk in _chunks(num_tokens, chunk_rows):
             logits_CV = _logits(hidden_TD, head_VD, chunk)
@@ -134,8 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
             del logits_CV  # no more than two numbers of each logit are there at any time
             if not drawn:
                 log_probs_TK[chunk] = log_softmax_CV.gather(1, targets_TK[chunk])
-            if entropy_T is not None:
-                entropy_T[chunk] = -(log_softmax_CV.exp().mul_(log_softmax_CV)).sum(-1)
+            entropy_T[chunk] = -(log_softmax_CV.exp().mul_(log_softmax_CV)).sum(-1)
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
                 kept_TV = log_softmax_CV
             del log_softmax_CV
@@ -161,7 +158,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 targets_TK[chunk],
                 None if grad_log_probs_TK is None else grad_log_probs_TK[chunk],
                 None if grad_entropy_T is None else grad_entropy_T[chunk],
-                None if entropy_T is None else entropy_T[chunk],
+                entropy_T[chunk],
             )
             grad_logits_CV /= ctx.temperature
             if grad_hidden_TD is not None:
@@ -169,7 +166,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if sum_VD is not None:
                 sum_VD.addmm_(grad_logits_CV.T, hidden_TD[chunk].to(sum_VD.dtype))
             del log_softmax_CV, grad_logits_CV
-        return grad_hidden_TD, grad_head_VD, None, None, None, None, None
+        return grad_hidden_TD, grad_head_VD, None, None, None, None
 
 
 def _chunks(num_tokens: int, rows: int) -> list[slice]:
@@ -204,14 +201,13 @@ def _grad_logits(
     targets_CK: Tensor,
     grad_log_probs_CK: Tensor | None,
     grad_entropy_C: Tensor | None,
-    entropy_C: Tensor | None,
+    entropy_C: Tensor,
 ) -> Tensor:
     """Gradient with respect to the tempered logits z, with p their softmax and H its entropy:
     d log p[target] / dz = onehot(target) - p and dH / dz = -p (log p + H)."""
     probs_CV = log_softmax_CV.exp()
     factor_CV: Tensor | float = 0.0
     if grad_entropy_C is not None:
-        assert entropy_C is not None, "an entropy gradient needs the entropy"
         factor_CV = (log_softmax_CV + entropy_C[:, None]) * grad_entropy_C[:, None]
     if grad_log_probs_CK is None:
         return probs_CV.mul_(factor_CV).neg_()

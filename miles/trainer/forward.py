@@ -53,7 +53,6 @@ class Scorer:
                 chunk_size=self.chunk_size,
                 kept=micro_batch.kept,
             )
-        assert entropy_R is not None, "the entropy was asked for"
         return log_probs_RK[:, 0], entropy_R, None if also_ids_RK is None else log_probs_RK[:, 1:]
 
     @torch.no_grad()

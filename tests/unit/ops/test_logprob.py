@@ -71,18 +71,11 @@ def test_gradient_of_only_one_input(chunk_size: int) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_without_entropy_only_log_probs(chunk_size: int) -> None:
-    hidden_TD, head_VD, targets_T = inputs(8, 6, 4)
-    log_probs_T, entropy_T = token_log_probs(hidden_TD, head_VD, targets_T, chunk_size=chunk_size, with_entropy=False)
-    assert entropy_T is None
-    torch.testing.assert_close(log_probs_T, plain(hidden_TD, head_VD, targets_T, 1.0)[0])
-
-
 @given(num_tokens=st.integers(0, 40), rows=st.integers(1, 45), seed=st.integers(0, 1000))
 def test_chunk_size_changes_nothing_but_rounding(num_tokens: int, rows: int, seed: int) -> None:
     hidden_TD, head_VD, targets_T = inputs(num_tokens, 11, 6, seed=seed)
     whole = token_log_probs(hidden_TD, head_VD, targets_T)
-    log_probs_T1, entropy_T = logprob._TokenLogProbs.apply(hidden_TD, head_VD, targets_T[:, None], 1.0, rows, True)
+    log_probs_T1, entropy_T = logprob._TokenLogProbs.apply(hidden_TD, head_VD, targets_T[:, None], 1.0, rows, None)
     parts = (log_probs_T1.squeeze(1), entropy_T)
     grads = [torch.autograd.grad(lp.sum() + h.sum(), (hidden_TD, head_VD)) for lp, h in (whole, parts)]
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
