@@ -125,7 +125,7 @@ def from_row(row: Mapping[str, Any]) -> Sample:
 
 
 def _lists(arrays: Sequence[np.ndarray] | None) -> list[list[Any]] | None:
-    return None if arrays is None else [array.tolist() for array in arrays]
+    return None if arrays is None else [np.asarray(array).tolist() for array in arrays]
 
 
 def _arrays(lists: Sequence[Sequence[Any]] | None, dtype: type) -> list[np.ndarray] | None:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 from miles.config.flags import FLAGS, Args
@@ -37,7 +37,7 @@ _TRAIN_COLUMNS = {
     "weight_versions": "weight_versions",
     "truncated": "truncated",
 }
-_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
+_LISTS = {"tokens": int, "loss_mask": int, "rollout_log_probs": float, "weight_versions": int}
 _NUMBERS = {int, float, bool}
 
 
@@ -224,8 +224,7 @@ class RolloutHooks:
             answer = await self._post_process(self.args, samples)
             if not isinstance(answer, (tuple, list)) or len(answer) != 2:
                 raise self._post_process.wrong("must return two lists: raw rewards and rewards")
-            columns = {"raw_reward": list(answer[0]), "rewards": list(answer[1])}
-            return _with_columns(self._post_process, columns, converted)
+            return _with_columns(self._post_process, {"raw_reward": answer[0], "rewards": answer[1]}, converted)
         return converted
 
     async def logged(self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
@@ -259,6 +258,9 @@ def problem_of_sample(sample: Any, *, must_have_ended: bool = True) -> str | Non
         return f"returned a {type(sample).__name__}, not a Sample"
     if must_have_ended and sample.status is SampleStatus.PENDING:
         return "returned a sample whose status is still pending"
+    for name, kind in (("status", SampleStatus), ("metadata", dict), ("response", str)):
+        if not isinstance(given := getattr(sample, name), kind):
+            return f"returned a {type(given).__name__} as {name}, which must be a {kind.__name__}"
     return _problem_of_lists(sample)
 
 
@@ -271,19 +273,20 @@ def _problem_of_lists(sample: Sample | TrainSample, given_names: Iterable[str] =
             continue
         if not isinstance(given, Iterable):
             return f"returned a {type(given).__name__} as {name}, which must be a list of numbers"
-        values = [*given]
-        if not {*map(type, values)} <= _NUMBERS:
+        values, kind = [*given], _LISTS[name]
+        if not {*map(type, values)} <= {kind}:
             values = [_plain(value) for value in values]
-            if odd := [value for value in values if type(value) not in _NUMBERS]:
-                return f"returned {odd[0]!r:.60} in {name}, which must be a list of numbers"
+            if odd := [x for x in values if type(x) not in _NUMBERS or (kind is int and x % 1 != 0)]:
+                return f"returned {odd[0]!r:.60} in {name}, which must be a list of {'whole ' * (kind is int)}numbers"
+            values = [*map(kind, values)]
         setattr(sample, name, values)
     length = sample.response_length = _plain(sample.response_length)
     if not isinstance(length, int) or not 0 <= length < max(1, len(sample.tokens)):
         return f"returned {len(sample.tokens)} tokens with a response_length of {length}"
     for name in PER_TOKEN:
         values = getattr(sample, name)
-        if values is not None and len(values) != length:
-            return f"returned {len(values)} {name} for {length} tokens"
+        if values is not None and _count(values) != length:
+            return f"returned {_count(values)} {name} for {length} tokens"
     return None
 
 
@@ -292,14 +295,19 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _count(values: Any) -> int | str:
+    """How many there are, or the words for it where there is no list of them."""
+    plain = _plain(values)
+    return len(plain) if isinstance(plain, Sized) else "no list of"
+
+
 def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[TrainSample]:
     """The rows with these columns, checked."""
-    unknown = set(columns) - set(_TRAIN_COLUMNS) if isinstance(columns, dict) else {"no dict"}
-    if unknown:
-        raise hook.wrong(f"returned {', '.join(sorted(unknown))}; known columns: {', '.join(_TRAIN_COLUMNS)}")
+    if unknown := set(columns).difference(_TRAIN_COLUMNS) if isinstance(columns, dict) else {"no dict"}:
+        raise hook.wrong(f"returned {', '.join(sorted(map(str, unknown)))}; known columns: {', '.join(_TRAIN_COLUMNS)}")
     for name, values in columns.items():
-        if len(values) != len(rows):
-            raise hook.wrong(f"returned {len(values)} {name} for {len(rows)} samples")
+        if _count(values) != len(rows):
+            raise hook.wrong(f"returned {_count(values)} {name} for {len(rows)} samples")
         for row, value in zip(rows, values, strict=True):
             setattr(row, _TRAIN_COLUMNS[name], _plain(value))
     lists = {_TRAIN_COLUMNS[name] for name in columns}.intersection(_LISTS)

@@ -5,15 +5,17 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
 from miles.config.flags import with_values
 from miles.config.sections import RunConfig
 from miles.errors import PluginError
+from miles.observe.samples import SCHEMA, to_row
 from miles.rollout.client import EngineClient
 from miles.rollout.group import write_group
-from miles.rollout.hooks import RolloutHooks, example_group
+from miles.rollout.hooks import RolloutHooks, example_group, problem_of_sample
 from miles.rollout.to_train import to_train_samples
 from miles.types import Sample, SampleStatus, SamplingParams
 from tests.unit.rollout.fake_generator import FakeGenerator
@@ -28,24 +30,6 @@ def pending(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sampl
 def short_mask(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     done = example_group((1.0,), reward_key=None)[0]
     done.loss_mask = [1, 1]
-    return done
-
-
-def uneven(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    done = example_group((1.0,), reward_key=None)[0]
-    done.tokens = [1, 2, [3, 4]]  # type: ignore[list-item]
-    return done
-
-
-def one_number(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    done = example_group((1.0,), reward_key=None)[0]
-    done.rollout_log_probs = np.float32(-1)  # type: ignore[assignment]
-    return done
-
-
-def unknown_version(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    done = example_group((1.0,), reward_key=None)[0]
-    done.weight_versions = [None]  # type: ignore[list-item]
     return done
 
 
@@ -83,6 +67,14 @@ def forgets(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sampl
 
 def wrong_count(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"rewards": [1.0]}
+
+
+def one_number(args: Any, samples: list[Sample]) -> dict[str, float]:
+    return {"rewards": 1.0}
+
+
+def numbered(args: Any, samples: list[Sample]) -> dict[int, list[float]]:
+    return {0: [1.0] * len(samples)}
 
 
 def no_number(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
@@ -151,9 +143,6 @@ def write(function: str | None, *, last: str | None = None) -> list[Sample]:
         ("pending", "status is still pending for sample 6"),
         ("short_mask", "returned 2 loss_mask for 1 tokens for sample 6"),
         ("nothing", "returned nothing for sample 6"),
-        ("uneven", r"returned \[3, 4\] in tokens, which must be a list of numbers for sample 6"),
-        ("one_number", "returned a float as rollout_log_probs, which must be a list of numbers for sample 6"),
-        ("unknown_version", "returned None in weight_versions, which must be a list of numbers for sample 6"),
     ],
 )
 def test_what_a_generate_hook_returns_is_checked(function: str, problem: str) -> None:
@@ -171,6 +160,37 @@ def test_a_prompt_can_become_several_rows_of_its_group_in_a_fixed_order() -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("tokens", [1, 2, [3, 4]], "[3, 4] in tokens, which must be a list of whole numbers"),
+        ("tokens", [1, 2, 2.5], "2.5 in tokens, which must be a list of whole numbers"),
+        ("loss_mask", np.array([np.nan]), "nan in loss_mask, which must be a list of whole numbers"),
+        ("rollout_log_probs", np.float32(-1), "a float as rollout_log_probs, which must be a list of numbers"),
+        ("weight_versions", [None], "None in weight_versions, which must be a list of whole numbers"),
+        ("kept_token_ids", 7, "no list of kept_token_ids for 1 tokens"),
+        ("status", "completed", "a str as status, which must be a SampleStatus"),
+        ("metadata", None, "a NoneType as metadata, which must be a dict"),
+        ("response", 5, "a int as response, which must be a str"),
+    ],
+)
+def test_values_of_a_sample_are_checked(name: str, value: Any, problem: str) -> None:
+    sample = example_group((1.0,), reward_key=None)[0]
+    setattr(sample, name, value)
+    assert problem_of_sample(sample) == f"returned {problem}"
+
+
+def test_other_kinds_of_numbers_can_be_stored() -> None:
+    sample = example_group((1.0,), reward_key=None)[0]
+    sample.tokens, sample.loss_mask = [1.0, True, np.int64(3)], np.array([True])  # type: ignore[list-item,assignment]
+    sample.weight_versions, sample.rollout_log_probs = [np.True_], [0]  # type: ignore[list-item]
+    sample.kept_token_ids = [[3, 4]]  # type: ignore[list-item]
+    assert problem_of_sample(sample) is None
+    same = pyarrow.Table.from_pylist([to_row(sample)], schema=SCHEMA).to_pylist()[0]
+    assert (same["tokens"], same["loss_mask"], same["weight_versions"]) == ([1, 1, 3], [1], [1])
+    assert (same["rollout_log_probs"], same["kept_token_ids"]) == ([0.0], [[3, 4]])
+
+
 @pytest.mark.parametrize(("function", "first"), [(None, ["ok"]), ("forgets", ["2"])])
 def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]) -> None:
     rows = write(function, last=HERE + "two_rows")
@@ -186,6 +206,8 @@ def test_a_sample_can_name_what_writes_it(function: str | None, first: list[str]
     [
         ("custom_reward_post_process_path", "one_list", "failed|must return two lists"),
         ("custom_convert_samples_to_train_data_path", "wrong_count", "returned 1 rewards for 3 samples"),
+        ("custom_convert_samples_to_train_data_path", "one_number", "returned no list of rewards for 3 samples"),
+        ("custom_convert_samples_to_train_data_path", "numbered", "returned 0; known columns: tokens"),
         ("custom_convert_samples_to_train_data_path", "no_number", "gave sample 0 the reward nan"),
         ("custom_convert_samples_to_train_data_path", "no_raw_reward", "gave sample 0 .* the raw reward None"),
         ("custom_convert_samples_to_train_data_path", "nested", r"returned \[1\] in loss_mask, which must be a list"),
@@ -209,7 +231,7 @@ def test_a_hook_can_give_the_trainer_arrays() -> None:
     hooks.close()
     for row in (one, other):
         assert row.rollout_log_probs == [-1.5] and row.tokens == [1, 2, 3] and row.loss_mask == [1]
-        assert all(type(value) is int for value in (*row.tokens, row.response_length))
+        assert all(type(value) is int for value in (*row.tokens, *row.loss_mask, row.response_length))
     assert one.tokens is not other.tokens  # the hook gave one list for both
 
 

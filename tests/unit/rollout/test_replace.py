@@ -120,7 +120,7 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("unknown_version", r"returned None in weight_versions, .* a list of numbers for samples\[1\]\[1\]"),
+        ("unknown_version", r"returned None in weight_versions, .* a list of whole numbers for samples\[1\]\[1\]"),
         ("no_samples", r"returned a dict, not a Sample for samples\[0\]\[0\]"),
     ],
 )
