@@ -397,14 +397,16 @@ def _padding_numbers(job: Job, *, selective: bool = False) -> int:
 def _head_bytes(job: Job, answers: int, chunk_size: int) -> int:
     """The logits of a chunk, float32, and their gradient; the gradient of the head where it is not added up at once;
     and the hidden states with theirs."""
-    spec = job.spec
+    spec, lora = job.spec, job.config.lora.is_on
     # As many logits as that are never cut into chunks: `ops/logprob.py`.
     rows = min(max(chunk_size, 4 * 2**20 // spec.vocab_size), answers)
     # The heap of a CPU does not give the place of the head's gradient to the embedding's.
     logit, gradient = (6, 4) if job.machine.on_gpu else (8, 8)
-    gradient *= job.itemsize == 4 and not job.config.lora.is_on
-    states = 2 * answers * spec.hidden_size * job.itemsize
-    return spec.vocab_size * (logit * rows + gradient * spec.hidden_size) + states
+    table = logit * rows + gradient * spec.hidden_size * (job.itemsize == 4 and not lora)
+    if job.itemsize < 4 and not job.machine.on_gpu:
+        # The head in float32, as a CPU multiplies with it; later the embedding's gradient, as it comes and in float32.
+        table = max(table, (4 if lora else 6) * spec.hidden_size)
+    return spec.vocab_size * table + 2 * answers * spec.hidden_size * job.itemsize
 
 
 def _graph_bytes(job: Job) -> int:

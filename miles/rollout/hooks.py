@@ -297,8 +297,7 @@ def _plain(value: Any) -> Any:
 
 def _count(values: Any) -> int | str:
     """How many there are, or the words for it where there is no list of them."""
-    plain = _plain(values)
-    return len(plain) if isinstance(plain, Sized) else "no list of"
+    return len(plain) if isinstance(plain := _plain(values), Sized) else "no list of"
 
 
 def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[TrainSample]:

@@ -204,6 +204,14 @@ def test_more_of_anything_takes_no_less_memory(budget, rows, cache, layers, shap
     assert estimate(job(shape, **{**flags, "adam_state": "8bit"})).process_bytes < least
 
 
+@pytest.mark.parametrize(("rank", "num_bytes"), [(0, 6), (8, 4)])
+def test_a_cpu_makes_the_head_and_its_gradient_wider_than_half_precision(rank, num_bytes):
+    """However few tokens there are: the embedding's gradient in two bytes and in four, or the head in four alone."""
+    flags = {"dtype": "bfloat16", "log_probs_chunk_size": 1, "micro_batch_size": 1, "lora_rank": rank}
+    parts = estimate(job(where=CPU, prompt_len=2, answer_len=2, **flags)).device
+    assert parts["head or layer at work"] == num_bytes * 151_936 * 1024 + 2 * 2 * 1024 * 2
+
+
 def test_the_cpu_pays_for_the_blocks_it_uses_only():
     where = cpu_machine(host_bytes=64 * GIB, disk_bytes=0)
     memory = estimate(
