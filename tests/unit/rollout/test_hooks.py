@@ -235,6 +235,7 @@ def test_a_hook_can_give_the_trainer_arrays() -> None:
     assert one.tokens is not other.tokens  # the hook gave one list for both
 
 
+@pytest.mark.filterwarnings("ignore:coroutine 'takes_late' was never awaited")
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
