@@ -136,7 +136,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if num_tokens <= chunk_rows and any(ctx.needs_input_grad):
                 kept_TV = log_softmax_CV
             del log_softmax_CV
-        ctx.save_for_backward(hidden_TD, targets_TK, entropy_T, kept_TV)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_TK, entropy_T, kept_TV)
         ctx.head, ctx.temperature, ctx.chunk_rows, ctx.kept = head_VD, temperature, chunk_rows, kept
         ctx.set_materialize_grads(False)
         return log_probs_TK, entropy_T
@@ -146,9 +146,9 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs_TK: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        (hidden_TD, targets_TK, entropy_T, kept_TV), head_VD = ctx.saved_tensors, ctx.head
+        hidden_TD, head_VD, targets_TK, entropy_T, kept_TV = ctx.saved_tensors
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        sum_VD, grad_head_VD = gradient_to_add_to(head_VD) if ctx.needs_input_grad[1] else (None, None)
+        sum_VD, grad_head_VD = gradient_to_add_to(ctx.head) if ctx.needs_input_grad[1] else (None, None)
         for chunk in _chunks(hidden_TD.shape[0], ctx.chunk_rows):
             log_softmax_CV = kept_TV
             if log_softmax_CV is None:

@@ -90,16 +90,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # itself: a saved one may come back without its gradient
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # itself: what was saved may come back without its gradient
         return kernels("matmul").row_product(x, weight, bias) if is_invariant() else F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, grad_weight = ctx.saved_tensors, ctx.weight, None
+        (x, weight), grad_weight = ctx.saved_tensors, None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        if wants_weight and (total := gradient_sum(weight)) is not None:
+        if wants_weight and (total := gradient_sum(ctx.weight)) is not None:
             add_product_float32(total, grad.t(), x)
         elif wants_weight:
             grad_weight = grad.t() @ x

@@ -155,7 +155,7 @@ class _HeadLogProbs(torch.autograd.Function):
             kept_TV = logits_CV if keeps_logits else None
             del logits_CV  # before the next ones are there
         log_probs_T, entropy_T, log_sums_T = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        ctx.save_for_backward(hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV)
         ctx.head, ctx.temperature, ctx.chunk_rows = head_VD, temperature, chunk_rows
         ctx.set_materialize_grads(False)
         return log_probs_T, entropy_T
@@ -163,11 +163,11 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        (hidden_TD, targets_T, entropy_T, log_sums_T, kept_TV), head_VD = ctx.saved_tensors, ctx.head
+        hidden_TD, head_VD, targets_T, entropy_T, log_sums_T, kept_TV = ctx.saved_tensors
         if grad_log_probs_T is None:
             grad_log_probs_T = torch.zeros_like(entropy_T)
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        sum_VD, grad_head_VD = gradient_to_add_to(head_VD) if ctx.needs_input_grad[1] else (None, None)
+        sum_VD, grad_head_VD = gradient_to_add_to(ctx.head) if ctx.needs_input_grad[1] else (None, None)
         for start in range(0, hidden_TD.shape[0], ctx.chunk_rows):
             chunk = slice(start, start + ctx.chunk_rows)
             logits_CV = project_float32(hidden_TD[chunk], head_VD) if kept_TV is None else kept_TV

@@ -52,3 +52,14 @@ def test_a_weight_without_a_sum_gets_the_gradient_of_autograd():
     linear(x, weight).backward(torch.ones(5, 3).bfloat16())
     assert weight.grad.dtype == torch.float32
     torch.testing.assert_close(weight.grad, x.float().sum(0).expand(3, 4), rtol=1e-2, atol=1e-2)
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_noticed():
+    weight = torch.randn(3, 4).bfloat16().requires_grad_()
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros(3, 4)
+    out = linear(torch.randn(5, 4).bfloat16().requires_grad_(), weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
