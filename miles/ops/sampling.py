@@ -72,7 +72,7 @@ def sample(
     `seeds_R2` come from `row_seeds`; None makes every row greedy. `temperature_R` None means 1. Rows of `greedy_R` take
     the most likely token; their temperature must be 1 and they must have no cut.
     """
-    if has_kernels(logits_RV) and seeds_R2 is not None:
+    if has_kernels(logits_RV) and seeds_R2 is not None and (cuts is None or len(cuts.rows_R) < len(logits_RV)):
         draw = kernels("sampling").sample_uncut(
             logits_RV, seeds_R2=seeds_R2, temperature_R=temperature_R, greedy_R=greedy_R
         )

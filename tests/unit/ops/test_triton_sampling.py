@@ -6,6 +6,8 @@ seeds here have no such pair.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -63,6 +65,10 @@ def test_rows_with_cuts_change_no_bit_of_the_others(monkeypatch: pytest.MonkeyPa
     with invariant():
         alone = sample(logits.clone(), seeds_R2=seeds, temperature_R=temperatures)
         mixed = sample(tempered, seeds_R2=seeds, temperature_R=temperatures, cuts=cuts)
+        only = dataclasses.replace(cuts, rows_R=torch.arange(3))
+        apart = sample(logits[rows], seeds_R2=seeds[rows], temperature_R=temperatures[rows], cuts=only)
+    assert torch.equal(mixed.tokens_R[is_cut], apart.tokens_R)
+    assert torch.equal(mixed.log_probs_R[is_cut], apart.log_probs_R)
     assert torch.equal(mixed.tokens_R[~is_cut], alone.tokens_R[~is_cut])
     assert torch.equal(mixed.log_probs_R[~is_cut], alone.log_probs_R[~is_cut])
     assert mixed.finite_R.all() and (tempered.isfinite().sum(1) == torch.where(is_cut, 5, 5000)).all()
