@@ -27,7 +27,7 @@ from miles.config.memory_section import MemoryConfig
 from miles.config.numerics_section import NumericsConfig
 from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
 
-TOP_K = Bounds("-1, or at least 1", low=-1, gap=0)
+TOP_K = Bounds("-1 (keep all tokens) or at least 1", low=-1, gap=0)
 SEED = Bounds("from 0 to 2^63 - 1", low=0, high=2**63 - 1)
 ESTIMATORS = (
     *("grpo", "gspo", "dr_grpo", "rloo", "max_rl"),

@@ -63,7 +63,7 @@ def test_bad_input_is_one_sentence(capsys, argv, message):
 
 
 @pytest.mark.parametrize("flag", ["--gpu-memory", "--host-memory", "--disk", "--prompt-len", "--answer-len"])
-@pytest.mark.parametrize("value", ["-3", "0", "1e-9", "nan", "1e300", "much"])
+@pytest.mark.parametrize("value", ["-3", "0", "1e-9", "nan", "inf", "1e300", "much"])
 def test_sizes_that_no_machine_and_no_sample_has_are_refused(capsys, flag, value):
     with pytest.raises(SystemExit):
         plan(capsys, "--hf-checkpoint", "Qwen3-4B", flag, value)

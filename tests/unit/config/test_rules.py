@@ -43,9 +43,9 @@ def test_good_settings_have_no_violation():
         ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy"),
         ({"rollout_temperature": -1.0}, "--rollout-temperature must be at least 0, not -1.0"),
         ({"rollout_top_p": 0.0, "loss_type": "sft_loss"}, "--rollout-top-p must be above 0, up to 1, not 0.0"),
-        ({"rollout_top_k": 0}, "--rollout-top-k must be -1, or at least 1, not 0"),
-        ({"rollout_top_k": -2}, "--rollout-top-k must be -1, or at least 1, not -2"),
-        ({"eval_top_k": 0}, "--eval-top-k must be -1, or at least 1, not 0"),
+        ({"rollout_top_k": 0}, "--rollout-top-k must be -1 (keep all tokens) or at least 1, not 0"),
+        ({"rollout_top_k": -2}, "--rollout-top-k must be -1 (keep all tokens) or at least 1, not -2"),
+        ({"eval_top_k": 0}, "--eval-top-k must be -1 (keep all tokens) or at least 1, not 0"),
         ({"rollout_stop": ("",)}, "--rollout-stop has an empty string"),
         ({"rollout_max_context_len": 1024}, "--rollout-max-response-len 1024 leaves no room for a prompt"),
         (

@@ -55,7 +55,7 @@ def test_a_set_goes_before_the_defaults_and_these_before_the_flags(tmp_path: Pat
         ),
         ("datasets: [{name: a}]", "set a: path is missing"),
         ("datasets: [{name: a, path: b, top_k: x}]", "top_k cannot be 'x'"),
-        ("datasets: [{name: a, path: b, top_k: 0}]", r"top_k cannot be 0 \(must be -1, or at least 1"),
+        ("datasets: [{name: a, path: b, top_k: 0}]", r"cannot be 0 \(must be -1 \(keep all tokens\) or at least 1"),
         ("datasets: [{name: a, path: b, temperature: -1}]", r"temperature cannot be -1 \(must be at least 0"),
         ("datasets: [{name: a, path: b, temperature: .nan}]", r"temperature cannot be nan \(must be a finite number"),
         ("datasets: [{name: a, path: b, n_samples_per_eval_prompt: 0}]", r"prompt cannot be 0 \(must be at least 1"),
