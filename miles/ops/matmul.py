@@ -14,9 +14,9 @@ from miles.ops.numerics import cpu_tiles, is_invariant
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in the dtype of `x`. The gradient of a weight that has a `gradient_sum` is added to it."""
-    if is_invariant() and not has_kernels(x):
-        return _in_whole_tiles(x, weight, bias)
-    if is_invariant() or (torch.is_grad_enabled() and gradient_sum(weight) is not None):
+    if is_invariant():
+        return _Product.apply(x, weight, bias) if has_kernels(x) else _in_whole_tiles(x, weight, bias)
+    if torch.is_grad_enabled() and gradient_sum(weight) is not None:
         return _Product.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 

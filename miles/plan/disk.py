@@ -35,8 +35,9 @@ def disk_of(job: Job, *, num_rollout: int) -> Disk:
         kept = min(kept, folder.save_keep_last + (folder.save_keep_best or 0))
     tokens = num_rollout * samples_per_rollout(config) * job.sample_len
     evaluates = None not in (config.hooks.eval_function_path, config.eval.eval_interval)
-    # with LoRA the adapters, for an evaluation with the model that they are merged with
-    exported = MASTER_BYTES * job.num_adapted + SPARE_BYTES
-    exported += (evaluates or not config.lora.is_on) * job.itemsize * job.spec.num_parameters
-    exported *= evaluates or folder.save_hf is not None
+    exported = 0
+    if evaluates or folder.save_hf is not None:
+        # with LoRA the adapters, for an evaluation with the model that they are merged with
+        whole = evaluates or not config.lora.is_on
+        exported = MASTER_BYTES * job.num_adapted + whole * job.itemsize * job.spec.num_parameters + SPARE_BYTES
     return Disk(job.checkpoint_bytes + SPARE_BYTES, kept, tokens * SAMPLE_TOKEN_BYTES, exported)

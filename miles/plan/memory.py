@@ -369,20 +369,19 @@ def _passing_bytes(job: Job) -> dict[str, int]:
     less is computed again for the smallest, it may keep more than the largest."""
     spec, limits, itemsize = job.spec, job.limits, job.itemsize
     batch = job.micro_batch(limits.max_tokens)
-    again = limits.activations.recompute_for(batch.tokens)
+    again = limits.activations.recompute_for
     numbers = layer_numbers(spec) + _padding_numbers(job) + 4 * spec.intermediate_size + spec.qkv_size
-    whole = batch.tokens * numbers * itemsize if again.num_layers else 0
+    whole = batch.tokens * numbers * itemsize if again(batch.tokens).num_layers else 0
     work = max(_head_bytes(job, batch.answers, limits.chunk_size), whole)
-    kept = max(_kept_bytes(job, tokens) for tokens in (batch.fewest_tokens, batch.tokens))
+    kept = max(_kept_bytes(job, tokens, again(tokens)) for tokens in (batch.fewest_tokens, batch.tokens))
     return {"activations": kept, "head or layer at work": work}
 
 
-def _kept_bytes(job: Job, tokens: int) -> int:
+def _kept_bytes(job: Job, tokens: int, again: Recompute) -> int:
     """What all layers keep of a micro-batch, with the last sum and the cosines and sines."""
-    spec, again = job.spec, job.limits.activations.recompute_for(tokens)
-    padding = (spec.num_layers - again.num_layers) * _padding_numbers(job, selective=again.selective)
-    numbers = again.kept_numbers(spec) + padding + spec.hidden_size
-    return tokens * (numbers * job.itemsize + 2 * 4 * spec.head_dim)
+    padding = (job.spec.num_layers - again.num_layers) * _padding_numbers(job, selective=again.selective)
+    numbers = again.kept_numbers(job.spec) + padding + job.spec.hidden_size
+    return tokens * (numbers * job.itemsize + 2 * 4 * job.spec.head_dim)
 
 
 def _padding_numbers(job: Job, *, selective: bool = False) -> int:
