@@ -197,6 +197,7 @@ def test_calls_that_cannot_be_read_say_why() -> None:
     assert tool_calls('<tool_call>{"name": 3}</tool_call>')[0].problem and not tool_calls("none")
 
 
+@pytest.mark.usefixtures("only_sandbox")
 def test_the_python_tool_runs_in_the_sandbox() -> None:
     async def run(code: str) -> str:
         return await python_tool.execute("python", {"code": code})

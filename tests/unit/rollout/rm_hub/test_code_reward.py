@@ -28,6 +28,9 @@ ASSERT = {"tests": ["assert f(2) == 4", "assert f(3) == 9"]}
 ALL = {"call": CALL, "print": PRINT, "assert": ASSERT}
 
 
+pytestmark = pytest.mark.usefixtures("only_sandbox")
+
+
 @pytest.fixture(scope="module")
 def reward() -> Iterator[BuiltinReward]:
     if not sys.platform.startswith("linux"):
