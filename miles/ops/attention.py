@@ -123,9 +123,10 @@ def packed_attention(
     layout again, where there is one (`uses_buckets`).
     """
     if not uses_buckets(q_TNH):
-        name = "packed_decode_attention" if is_invariant() else "packed_flash_attention"
-        attend = getattr(kernels("attention"), name)
-        return attend(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+        attention = kernels("attention")
+        forward = attention.decode_forward if is_invariant() else attention.attention_forward
+        sizes = cu_seqlens, max_seqlen, scale, groups_B2
+        return attention.packed_flash_attention(q_TNH, k_TKH, v_TKH, *sizes, forward=forward)
     if buckets is None:
         heads = None if groups_B2 is None else groups_B2[:, 0].tolist()
         buckets = length_buckets(cu_seqlens.diff().tolist(), device=q_TNH.device, heads=heads)

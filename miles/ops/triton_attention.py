@@ -11,6 +11,7 @@ tile at the end of a sequence reads into the next one; what it finds there must 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -247,9 +248,19 @@ def _copyable(x_TNH: Tensor) -> Tensor:
     return x_TNH.contiguous()
 
 
-def _stats_shape(num_heads: int, num_tokens: int, cu_seqlens: Tensor) -> tuple[int, int]:
-    """Of one number per head and token, at the columns of `_sequence`."""
-    return num_heads, (num_tokens + 3) // 4 * 4 + 4 * cu_seqlens.numel()
+def _empty_stats(q_TNH: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """For one number per head and token, at the columns of `_sequence`. Whatever is in its gaps: where the backward
+    pass reads them, their weights are replaced by 0."""
+    num_columns = (len(q_TNH) + 3) // 4 * 4 + 4 * cu_seqlens.numel()
+    return torch.empty(q_TNH.shape[1], num_columns, device=q_TNH.device)
+
+
+def _columns(cu_seqlens: Tensor, groups_B2: Tensor | None) -> Tensor:
+    """The columns of `_sequence` [B]."""
+    start_B = cu_seqlens[:-1]
+    head_B = torch.arange(len(start_B), device=start_B.device) if groups_B2 is None else groups_B2[:, 0].long()
+    head_start_B = start_B[head_B]
+    return (head_start_B + 3) // 4 * 4 + 4 * head_B + start_B - head_start_B
 
 
 @cache
@@ -285,8 +296,7 @@ def attention_forward(
     num_tokens, num_heads, size = q_TNH.shape
     assert size in (32, 64, 128), f"head size {size} has no kernel"
     out_TNH = q_TNH.new_empty(num_tokens, num_heads, size)
-    # Whatever is in its gaps: where the backward pass reads them, their weights are replaced by 0.
-    lse = torch.empty(_stats_shape(num_heads, num_tokens, cu_seqlens), device=cu_seqlens.device)
+    lse = _empty_stats(q_TNH, cu_seqlens)
     shared, groups = groups_B2 is not None, cu_seqlens if groups_B2 is None else groups_B2
     args = (out_TNH, lse, cu_seqlens, groups, scale * LOG2_E, lse.stride(0), out_TNH.stride(0))
     _launch(_forward_kernel, "forward", (q_TNH, k_TKH, v_TKH), args, cu_seqlens, max_seqlen, shared=shared)
@@ -312,71 +322,23 @@ def attention_backward(
     return dq_TNH, dk_TKH, dv_TKH
 
 
-class _PackedFlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
-        groups_B2: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        out_TNH, lse = attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
-        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2)
-        ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        return out_TNH
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
-        q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2 = ctx.saved_tensors
-        sizes = (cu_seqlens, ctx.max_seqlen, ctx.scale)
-        grads = attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, *sizes, groups_B2)
-        return *grads, None, None, None, None
-
-
-def packed_flash_attention(
+def decode_forward(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
     groups_B2: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Causal attention within each of B packed sequences, differentiable in q, k and v.
-
-    q [T, N, H]; k, v [T, K, H] with N a multiple of K; head size 32, 64 or 128; bf16, fp16 or fp32 with float32 sums;
-    slices of a fused projection are read in place. `cu_seqlens` [B + 1] int32 on the device, from 0 to T; empty
-    sequences are allowed. `max_seqlen` is a host number, at least the longest length. `groups_B2`: `ops/attention.py`.
-    Returns [T, N, H].
-    """
-    q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
-    if torch.is_grad_enabled():
-        return _PackedFlashAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
-    return attention_forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)[0]
-
-
-class _PackedDecodeAttention(torch.autograd.Function):
-    # The fast kernel gives the sums of the softmax that the gradient needs; its last bits do not matter there.
-
-    @staticmethod
-    def forward(
-        ctx: Any, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
-        groups_B2: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
-        tables, contexts_B = _packed_as_cache(cu_seqlens, max_seqlen, groups_B2)
-        out_TNH = paged_flash_attention(
-            *(q_TNH, k_TKH.transpose(0, 1), v_TKH.transpose(0, 1), tables, contexts_B, cu_seqlens),
-            max_query_len=max(max_seqlen, 2),
-            page_size=1,
-            scale=scale,
-            query_rows=16,
-        )
-        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, cu_seqlens, groups_B2)
-        ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        return out_TNH
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
-        q_TNH, k_TKH, v_TKH, out_TNH, cu_seqlens, groups_B2 = ctx.saved_tensors
-        sizes = cu_seqlens, ctx.max_seqlen, ctx.scale, groups_B2
-        _, lse = attention_forward(q_TNH, k_TKH, v_TKH, *sizes)
-        return *attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, *sizes), None, None, None, None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention_forward` with the bits of `paged_flash_attention` at one new token: packed keys and values are read as
+    a cache with one slot a page."""
+    tables, contexts_B = _packed_as_cache(cu_seqlens, max_seqlen, groups_B2)
+    lse = _empty_stats(q_TNH, cu_seqlens)
+    out_TNH = paged_flash_attention(
+        *(q_TNH, k_TKH.transpose(0, 1), v_TKH.transpose(0, 1), tables, contexts_B, cu_seqlens),
+        max_query_len=max(max_seqlen, 2),
+        page_size=1,
+        scale=scale,
+        query_rows=16,
+        log_sums=(lse, _columns(cu_seqlens, groups_B2)),
+    )
+    return out_TNH, lse
 
 
 def _packed_as_cache(cu_seqlens: Tensor, max_seqlen: int, groups_B2: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -393,10 +355,36 @@ def _packed_as_cache(cu_seqlens: Tensor, max_seqlen: int, groups_B2: Tensor | No
     return tables, length_B + shared_B
 
 
-def packed_decode_attention(
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[..., tuple[Tensor, Tensor]], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor,
+        cu_seqlens: Tensor, max_seqlen: int, scale: float, groups_B2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        out_TNH, lse = forward(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+        ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2)
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
+        return out_TNH
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Tensor | None, ...]:
+        q_TNH, k_TKH, v_TKH, out_TNH, lse, cu_seqlens, groups_B2 = ctx.saved_tensors
+        sizes = (cu_seqlens, ctx.max_seqlen, ctx.scale)
+        grads = attention_backward(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse, *sizes, groups_B2)
+        return None, *grads, None, None, None, None
+
+
+def packed_flash_attention(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float,
-    groups_B2: Tensor | None = None,
+    groups_B2: Tensor | None = None, *, forward: Callable[..., tuple[Tensor, Tensor]] = attention_forward,
 ) -> Tensor:  # fmt: skip
-    """`packed_flash_attention` with the bits of `paged_flash_attention` at one new token: packed keys and values are
-    read as a cache with one slot a page."""
-    return _PackedDecodeAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)
+    """Causal attention within each of B packed sequences, differentiable in q, k and v.
+
+    q [T, N, H]; k, v [T, K, H] with N a multiple of K; head size 32, 64 or 128; bf16, fp16 or fp32 with float32 sums;
+    slices of a fused projection are read in place. `cu_seqlens` [B + 1] int32 on the device, from 0 to T; empty
+    sequences are allowed. `max_seqlen` is a host number, at least the longest length. `groups_B2`: `ops/attention.py`.
+    `forward`: the kernel, and so the last bits; `decode_forward` is the other one. Returns [T, N, H].
+    """
+    q_TNH, k_TKH, v_TKH = (_copyable(x) for x in (q_TNH, k_TKH, v_TKH))
+    return _PackedAttention.apply(forward, q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen, scale, groups_B2)

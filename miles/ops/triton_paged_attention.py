@@ -169,18 +169,19 @@ def _attend_shared_kernel(
             _store_chunk(chunk_acc_ptr, chunk_stats_ptr, cell, rows, acc, row_max, row_sum, H)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_splits", "max_chunks", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "max_chunks", "table_stride", "sums_stride"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, chunk_acc_ptr, chunk_stats_ptr, tables_ptr, contexts_ptr, starts_ptr, plan_ptr,
-    scale_log2, num_seqs, num_splits, num_heads, max_chunks,
+    sums_ptr, columns_ptr, scale_log2, num_seqs, num_splits, num_heads, max_chunks, sums_stride,
     q_stride_t, q_stride_n, k_stride_k, k_stride_s, v_stride_k, v_stride_s, table_stride,
     GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, K, splits). With SPLIT chunk results go to chunk_acc [T, N, C, H] and chunk_stats
     [T, N, C, 2] (max in base 2, sum), to be merged by `_merge_kernel`; else merged here into out [T, N, H]. With SHARED
-    the first plan[b] tokens of sequence b are there already."""
+    the first plan[b] tokens of sequence b are there already. With SUMS the base-2 log of each row's softmax sum goes to
+    sums [N, columns]."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     if BLOCK_Q == 1:
@@ -257,6 +258,9 @@ def _attend_kernel(
         out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
         out_ptrs = out_ptr + (token[:, None] * num_heads + head[:, None]) * H + offs_h[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None])
+        if SUMS:
+            column = tl.load(columns_ptr + seq) + query
+            tl.store(sums_ptr + head.to(tl.int64) * sums_stride + column, row_max + tl.log2(row_sum), mask=rows)
 
 
 @triton.jit(do_not_specialize=["max_chunks"])
@@ -283,6 +287,15 @@ def _merge_kernel(
     tl.store(out_ptr + row[:, None] * H + offs_h[None, :], out.to(out_ptr.dtype.element_ty), mask=heads[:, None])
 
 
+def _merge_chunks(chunk_acc: Tensor, chunk_stats: Tensor, context_lens_B: Tensor, out_TNH: Tensor) -> None:
+    num_tokens, num_heads, max_chunks, size = chunk_acc.shape
+    heads = min(4, triton.next_power_of_2(num_heads))
+    _merge_kernel[num_tokens, triton.cdiv(num_heads, heads)](
+        chunk_acc, chunk_stats, out_TNH, context_lens_B, num_heads, max_chunks,
+        H=size, HEADS=heads, CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+
+
 def paged_flash_attention(
     q_TNH: Tensor,
     k_cache_KSH: Tensor,
@@ -296,6 +309,7 @@ def paged_flash_attention(
     scale: float,
     query_rows: int = 64,
     shared_3S: Tensor | None = None,
+    log_sums: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention [T, N, H] of new tokens whose own keys and values are already in the cache.
 
@@ -314,6 +328,9 @@ def paged_flash_attention(
     sequences, tile after tile, at most `tile_rows(N / K)` in each, all with the same shared tokens. Row 2 holds the
     borders of the tiles in row 1.
 
+    `log_sums`, not for a decode step: [N, columns] float32, filled with the base-2 log of each row's softmax sum, and
+    [B] int32, the column of the first new token of each sequence; the others follow it.
+
     The grid depends on shapes only and nothing waits for the device, so a call can be captured in a CUDA graph.
     """
     num_tokens, num_heads, size = q_TNH.shape
@@ -331,6 +348,7 @@ def paged_flash_attention(
     splits = min(max_chunks, triton.cdiv(TARGET_PROGRAMS, tiles * num_kv_heads)) if decode else 1
     shares = decode and shared_3S is not None
     plan = context_lens_B if shared_3S is None else shared_3S  # not read without
+    assert log_sums is None or not decode, "a decode step has no gradient"
 
     if shares and splits == 1:
         max_chunks = min(max_chunks, SHARED_CHUNKS)
@@ -340,6 +358,7 @@ def paged_flash_attention(
 
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     chunk_acc = chunk_stats = out_TNH  # not touched without a split
+    sums, columns_B = log_sums or (out_TNH, context_lens_B)
     if shares or splits > 1:
         chunk_acc = torch.empty(num_tokens, num_heads, max_chunks, size, dtype=torch.float32, device=q_TNH.device)
         chunk_stats = torch.empty(num_tokens, num_heads, max_chunks, 2, dtype=torch.float32, device=q_TNH.device)
@@ -350,13 +369,9 @@ def paged_flash_attention(
         )  # fmt: skip
     _attend_kernel[tiles, num_kv_heads, splits](
         q_TNH, k_cache_KSH, v_cache_KSH, out_TNH, chunk_acc, chunk_stats, block_tables, context_lens_B, query_starts,
-        plan, scale * LOG2_E, num_seqs, splits, num_heads, max_chunks, *strides,
-        BLOCK_Q=block_queries, SPLIT=splits > 1, SHARED=shares, **sizes, **launch,
+        plan, sums, columns_B, scale * LOG2_E, num_seqs, splits, num_heads, max_chunks, sums.stride(0), *strides,
+        BLOCK_Q=block_queries, SPLIT=splits > 1, SHARED=shares, SUMS=log_sums is not None, **sizes, **launch,
     )  # fmt: skip
     if splits > 1:
-        heads = min(4, triton.next_power_of_2(num_heads))
-        _merge_kernel[num_tokens, triton.cdiv(num_heads, heads)](
-            chunk_acc, chunk_stats, out_TNH, context_lens_B, num_heads, max_chunks,
-            H=size, HEADS=heads, CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
+        _merge_chunks(chunk_acc, chunk_stats, context_lens_B, out_TNH)
     return out_TNH

@@ -90,10 +90,6 @@ def test_every_way_to_sample_is_exact(values: dict[str, Any]) -> None:
     assert (found.num_differ, found.max_gap) == (0, 0.0)
 
 
-def fast_attention(*args: Any) -> torch.Tensor:
-    return attention.kernels("attention").packed_flash_attention(*args)
-
-
 def library_softmax(logits_RV: torch.Tensor, ids_RK: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
     return (logits_RV / temperature).softmax(-1).gather(1, ids_RK).log()
 
@@ -104,7 +100,8 @@ def test_one_operation_that_is_another_is_noticed(fault: str, monkeypatch: pytes
     require_invariance(model, flag="--true-on-policy-mode")
     values = {}
     if fault == "attention":
-        monkeypatch.setattr(attention.kernels("attention"), "packed_decode_attention", fast_attention)
+        kernels = attention.kernels("attention")
+        monkeypatch.setattr(kernels, "decode_forward", kernels.attention_forward)
     else:
         values = {"rollout_top_k": 50}  # rows without cuts are drawn by a kernel that scores them too
         monkeypatch.setattr(sampling, "row_log_probs", library_softmax)

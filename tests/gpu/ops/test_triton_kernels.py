@@ -7,6 +7,8 @@ float32: sums in another order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from miles.ops import triton_norm_rope, triton_paged_attention  # noqa: E402
-from miles.ops.triton_attention import packed_flash_attention  # noqa: E402
+from miles.ops.triton_attention import attention_forward, decode_forward, packed_flash_attention  # noqa: E402
 from miles.ops.triton_logprob import chunk_grad_logits, chunk_log_probs  # noqa: E402
 from miles.ops.triton_paged_attention import paged_flash_attention  # noqa: E402
 from miles.ops.triton_sampling import sample_uncut  # noqa: E402
@@ -46,10 +48,13 @@ HEADS = [0, 0, 2, 3, 3, 3, 6, 6]  # sequences 0, 3 and 6 are continued, in every
 VOCAB = 151936
 
 
+@pytest.mark.parametrize("forward", [attention_forward, decode_forward])
 @pytest.mark.parametrize("continued", [None, HEADS], ids=["alone", "groups"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 4, 32)])
-def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype, continued: list[int] | None) -> None:
+def test_packed_attention(
+    heads: tuple[int, int, int], dtype: torch.dtype, continued: list[int] | None, forward: Any
+) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, size = heads
     qkv = torch.randn(sum(LENGTHS), num_heads + 2 * num_kv_heads, size, device="cuda", dtype=dtype)
@@ -58,7 +63,8 @@ def test_packed_attention(heads: tuple[int, int, int], dtype: torch.dtype, conti
     context = packed_context(LENGTHS, device="cuda", heads=continued)
 
     def run() -> list[Tensor]:
-        out = packed_flash_attention(*inputs, context.cu_seqlens, max(LENGTHS), size**-0.5, context.groups_B2)
+        sizes = context.cu_seqlens, max(LENGTHS), size**-0.5, context.groups_B2
+        out = packed_flash_attention(*inputs, *sizes, forward=forward)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     results, again = run(), run()
