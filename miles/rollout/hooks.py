@@ -20,6 +20,7 @@ from miles.rollout.filter_hub.common_filters import FilterOutput
 from miles.rollout.generate_hub.single_turn import generate
 from miles.rollout.hook_inputs import CheckpointEvalFn, GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
 from miles.rollout.hook_table import ARGUMENTS
+from miles.rollout.reward_value import checked_reward
 from miles.types import PER_TOKEN, Sample, SampleStatus, SamplingParams, TrainSample
 
 HOOK_TIMEOUT_S = 3600.0
@@ -27,15 +28,10 @@ LET_GO_S = 60.0  # that a hook may take to let go of what is not needed any more
 FAILURE = "failure"  # where the metadata of a failed sample may say why
 _SEVERAL_SIGNATURES = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _ENDED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
+# Columns as public Miles names them: three have other names in a `TrainSample`.
 _TRAIN_COLUMNS = {
-    "tokens": "tokens",
-    "response_lengths": "response_length",
-    "rewards": "reward",
-    "raw_reward": "raw_reward",
-    "loss_masks": "loss_mask",
-    "rollout_log_probs": "rollout_log_probs",
-    "weight_versions": "weight_versions",
-    "truncated": "truncated",
+    **{name: name for name in ("tokens", "raw_reward", "rollout_log_probs", "weight_versions", "truncated")},
+    **{"response_lengths": "response_length", "rewards": "reward", "loss_masks": "loss_mask"},
 }
 _LISTS = {"tokens": int, "loss_mask": int, "rollout_log_probs": float, "weight_versions": int}
 _NUMBERS = {int, float, bool}
@@ -90,6 +86,15 @@ class Hook:
             return self.function(*arguments)
         except Exception as error:  # fault boundary: the user's code can raise anything
             raise self.wrong(f"failed: {describe_error(error, function=self.function)}") from error
+
+    def check(self, sample: Any, *, who: str, key: str | None, whole_rollout: bool = False) -> None:
+        """Raise a typed error where something is wrong with a sample that this has returned; arrays in it become lists,
+        and its reward, which only a whole rollout must have, a plain number or a dict with one as `key`."""
+        if problem := problem_of_sample(sample, must_have_ended=not whole_rollout):
+            raise self.wrong(f"{problem} for {who}")
+        if not isinstance(sample.reward, float) and (whole_rollout or sample.reward is not None):
+            key = key if isinstance(sample.reward, dict) else None
+            sample.reward = checked_reward(sample.reward, reward_key=key, source=f"{self.flag} {self.path}", who=who)
 
     def wrong(self, problem: str) -> PluginError:
         return PluginError(f"{self.flag} {self.path} {problem}")
@@ -192,10 +197,10 @@ class RolloutHooks:
             state.close()
         output = output.samples if isinstance(output, GenerateFnOutput) else output
         rows = output if isinstance(output, list) else [output]
-        problem = next((text for row in rows if (text := problem_of_sample(row))), None if rows else "returned nothing")
-        if problem is not None:
-            raise hook.wrong(f"{problem} for sample {sample.index}")
+        if not rows:
+            raise hook.wrong(f"returned nothing for sample {sample.index}")
         for row in rows:
+            hook.check(row, who=f"sample {sample.index}", key=self.args.reward_key)
             row.group_index, row.index = sample.group_index, sample.index
             row.metadata |= origin
         place = next(n for n, member in enumerate(group) if member is sample)
@@ -279,6 +284,9 @@ def _problem_of_lists(sample: Sample | TrainSample, given_names: Iterable[str] =
             if odd := [x for x in values if type(x) not in _NUMBERS or (kind is int and x % 1 != 0)]:
                 return f"returned {odd[0]!r:.60} in {name}, which must be a list of {'whole ' * (kind is int)}numbers"
             values = [*map(kind, values)]
+        bound = 2 if name == "loss_mask" else 2**31  # of what is stored
+        if kind is int and (largest := max(map(abs, values), default=0)) >= bound:
+            return f"returned {largest!r:.60} in {name}, whose numbers must be below {bound}"
         setattr(sample, name, values)
     length = sample.response_length = _plain(sample.response_length)
     if not isinstance(length, int) or not 0 <= length < max(1, len(sample.tokens)):

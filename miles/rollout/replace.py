@@ -21,7 +21,7 @@ from miles.rollout.hook_inputs import (
     RolloutFnTrainInput,
     RolloutFnTrainOutput,
 )
-from miles.rollout.hooks import Hook, RolloutHooks, problem_of_sample
+from miles.rollout.hooks import Hook, RolloutHooks
 from miles.rollout.noise import EVAL_STREAM, noise_key
 from miles.types import Sample
 
@@ -99,8 +99,8 @@ class RolloutFunction:
             raise self._hook.wrong("must return a list of groups of samples")
         for place, group in enumerate(samples):
             for number, sample in enumerate(group):
-                if problem := problem_of_sample(sample, must_have_ended=False):
-                    raise self._hook.wrong(f"{problem} for samples[{place}][{number}]")
+                who = f"samples[{place}][{number}]"
+                self._hook.check(sample, who=who, key=state.args.reward_key, whole_rollout=True)
         return samples
 
     async def evaluate(self, rollout_id: int, hf_dir: str | None) -> RolloutFnEvalOutput | EvalSkip:

@@ -13,20 +13,13 @@ RAW_ACCURACY = "raw_accuracy"  # where the metadata of a sample keeps the first 
 
 def problem_of(value: Any) -> str | None:
     """What is wrong with one number from a reward; None when it is a finite number."""
-    if value is None:
-        return "None"
     if not isinstance(value, SupportsFloat):
-        return f"the {type(value).__name__} {value!r:.60}"
+        return "None" if value is None else f"the {type(value).__name__} {value!r:.60}"
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, for example
         return f"the {type(value).__name__} {value!r:.60}"
     return None if math.isfinite(number) else str(number)
-
-
-def plain_number(value: Any) -> float:
-    """A checked value as int (for int and bool) or float, so that numpy and torch scalars do not travel on."""
-    return int(value) if isinstance(value, int) else float(value)
 
 
 def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str) -> float | dict[str, Any]:
@@ -35,8 +28,7 @@ def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str
     if not isinstance(reward, dict):
         if reward_key is not None:
             raise RewardError(f"{source} returned {reward!r:.60} for {who}; --reward-key {reward_key} asks for a dict")
-        _check_number(reward, source=source, who=who)
-        return plain_number(reward)
+        return _plain_number(reward, source=source, who=who)
     if reward_key is None:
         raise RewardError(
             f"{source} returned a dict for {who}; say with --reward-key which of {', '.join(map(str, reward))} is "
@@ -47,14 +39,17 @@ def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str
             f"{source} returned a dict without {reward_key!r} (--reward-key) for {who}; it has "
             f"{', '.join(map(str, reward)) or 'nothing'}"
         )
-    _check_number(reward[reward_key], source=source, who=f"{who}, field {reward_key!r}")
-    return {**reward, reward_key: plain_number(reward[reward_key])}
+    number = _plain_number(reward[reward_key], source=source, who=f"{who}, field {reward_key!r}")
+    return {**reward, reward_key: number}
 
 
-def _check_number(value: Any, *, source: str, who: str) -> None:
+def _plain_number(value: Any, *, source: str, who: str) -> float:
+    """As int (for int and bool, where a float holds it exactly) or float, so that numpy and torch scalars do not travel
+    on, and that it can be stored."""
     problem = problem_of(value)
     if problem is not None:
         raise RewardError(f"{source} returned {problem} for {who}; expected a finite number")
+    return int(value) if isinstance(value, int) and abs(value) <= 2**53 else float(value)
 
 
 def reward_value(sample: Sample, reward_key: str | None) -> float:

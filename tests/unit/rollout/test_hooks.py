@@ -11,7 +11,7 @@ import torch
 
 from miles.config.flags import with_values
 from miles.config.sections import RunConfig
-from miles.errors import PluginError
+from miles.errors import MilesError, PluginError
 from miles.observe.samples import SCHEMA, to_row
 from miles.rollout.client import EngineClient
 from miles.rollout.group import write_group
@@ -106,6 +106,12 @@ def arrays(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     }
 
 
+def own_reward(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    sample.tokens, sample.response_length, sample.status = [1, 2], 1, SampleStatus.COMPLETED
+    sample.reward = {6: np.float32(0.5), 7: "good"}[sample.index]
+    return sample
+
+
 def unknown_column(args: Any, samples: list[Sample]) -> dict[str, list[float]]:
     return {"reward": [1.0] * len(samples)}
 
@@ -143,11 +149,17 @@ def write(function: str | None, *, last: str | None = None) -> list[Sample]:
         ("pending", "status is still pending for sample 6"),
         ("short_mask", "returned 2 loss_mask for 1 tokens for sample 6"),
         ("nothing", "returned nothing for sample 6"),
+        ("own_reward", "returned the str 'good' for sample 7; expected a finite number"),
     ],
 )
 def test_what_a_generate_hook_returns_is_checked(function: str, problem: str) -> None:
-    with pytest.raises(PluginError, match=f"--custom-generate-function-path {HERE}{function} .*{problem}"):
+    with pytest.raises(MilesError, match=f"--custom-generate-function-path {HERE}{function} .*{problem}"):
         write(function)
+
+
+def test_a_reward_of_a_generate_hook_becomes_plain() -> None:
+    reward = write("own_reward", last=HERE + "two_rows")[0].reward
+    assert reward == 0.5 and type(reward) is float
 
 
 def test_a_prompt_can_become_several_rows_of_its_group_in_a_fixed_order() -> None:
@@ -168,6 +180,8 @@ def test_a_prompt_can_become_several_rows_of_its_group_in_a_fixed_order() -> Non
         ("loss_mask", np.array([np.nan]), "nan in loss_mask, which must be a list of whole numbers"),
         ("rollout_log_probs", np.float32(-1), "a float as rollout_log_probs, which must be a list of numbers"),
         ("weight_versions", [None], "None in weight_versions, which must be a list of whole numbers"),
+        ("tokens", [1, 2, -(2**31)], "2147483648 in tokens, whose numbers must be below 2147483648"),
+        ("loss_mask", [2], "2 in loss_mask, whose numbers must be below 2"),
         ("kept_token_ids", 7, "no list of kept_token_ids for 1 tokens"),
         ("status", "completed", "a str as status, which must be a SampleStatus"),
         ("metadata", None, "a NoneType as metadata, which must be a dict"),

@@ -9,7 +9,7 @@ import pytest
 
 from miles.config.flags import with_values
 from miles.config.sections import RunConfig
-from miles.errors import PluginError
+from miles.errors import MilesError, PluginError
 from miles.rollout.client import EngineClient
 from miles.rollout.hook_inputs import (
     CheckpointEvalFn,
@@ -63,12 +63,16 @@ class Asks:
         state = step.generate_state if isinstance(step, RolloutFnEvalInput) else self.state
         for one in (self.state, state):
             await one.generate([1], {"max_new_tokens": 2})
-        return [[Sample()]]
+        return [[Sample(reward=1.0)]]
 
 
 async def unknown_version(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
     sample = Sample(tokens=[1, 2], response_length=1, weight_versions=[None])  # type: ignore[list-item]
-    return [[Sample()], [Sample(), sample]]
+    return [[Sample(reward=1.0)], [Sample(reward=1), sample]]
+
+
+async def no_reward(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
+    return [[Sample(reward=float("nan")), Sample()]]
 
 
 async def no_samples(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
@@ -122,10 +126,11 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
     [
         ("unknown_version", r"returned None in weight_versions, .* a list of whole numbers for samples\[1\]\[1\]"),
         ("no_samples", r"returned a dict, not a Sample for samples\[0\]\[0\]"),
+        ("no_reward", r"returned None for samples\[0\]\[1\]; expected a finite number"),
     ],
 )
 def test_what_a_rollout_function_returns_is_checked(name: str, problem: str) -> None:
-    with pytest.raises(PluginError, match=f"--rollout-function-path {HERE}{name} {problem}"):
+    with pytest.raises(MilesError, match=f"--rollout-function-path {HERE}{name} {problem}"):
         run(name, "rollout_function_path", lambda function: function.collect(0))
 
 

@@ -85,10 +85,11 @@ def test_rewards_can_be_plain_async_for_a_group_or_a_dict(custom: Any) -> None:
 
 def test_numbers_of_other_libraries_become_plain(custom: Any) -> None:
     source = (
-        "import numpy\ndef score(args, sample):\n    return {'a': numpy.float32(0.5), 'b': True}[sample.response]\n"
+        "import numpy\ndef score(args, sample):\n"
+        "    return {'a': numpy.float32(0.5), 'b': True, 'c': 3**40}[sample.response]\n"
     )
-    rewards = score(custom(source), samples("a", "b"))
-    assert rewards == [0.5, 1] and [type(reward) for reward in rewards] == [float, int]
+    rewards = score(custom(source), samples("a", "b", "c"))
+    assert rewards == [0.5, 1, float(3**40)] and [type(reward) for reward in rewards] == [float, int, float]
     assert not isinstance(rewards[0], numpy.floating)
 
 
