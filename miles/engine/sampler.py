@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.engine.request import RequestTable
+from miles.ops.logprob import CUT_LOGIT
 from miles.ops.sampling import Cuts, row_seeds, sample
 
 
@@ -149,12 +150,13 @@ def _kept(logits_RV: Tensor, rows: list[int]) -> dict[int, np.ndarray]:
 
 
 def _top(logits_RV: Tensor, num_top: dict[int, int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """The most likely ids of these rows (int32) and their log-probs (float32), most likely first."""
+    """The most likely ids of these rows (int32) and their log-probs (float32), most likely first. Ids that were cut are
+    as unlikely as the trainer says they are: a checkpoint that holds them has no place for an infinite number."""
     if not num_top:
         return {}
     tempered_RV = logits_RV[list(num_top)]
     best = tempered_RV.topk(min(max(num_top.values()), tempered_RV.shape[1]))
-    log_probs = (best.values - tempered_RV.logsumexp(-1, keepdim=True)).cpu().numpy()
+    log_probs = (best.values - tempered_RV.logsumexp(-1, keepdim=True)).clamp(min=CUT_LOGIT).cpu().numpy()
     ids = best.indices.to(torch.int32).cpu().numpy()
     return {i: (ids[row, :num], log_probs[row, :num]) for row, (i, num) in enumerate(num_top.items())}
 

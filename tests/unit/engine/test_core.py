@@ -17,6 +17,7 @@ from miles.engine.core import EngineCore
 from miles.errors import EngineError
 from miles.model.context import packed_context
 from miles.model.decoder import Decoder
+from miles.ops.logprob import CUT_LOGIT
 from miles.types import FinishReason, GenerationRequest, GenerationResult
 from tests.unit.engine.tiny import (
     assert_all_free,
@@ -258,10 +259,10 @@ def test_top_log_probs_are_those_of_the_distribution_drawn_from() -> None:
             logits = full_logits(MODEL, [4, 9, 2, *result.output_ids[:j]])[-1] / temperature
             if wanted.sampling.top_k > 0:
                 assert sorted(result.kept_token_ids[j].tolist()) == sorted(logits.topk(2).indices.tolist())
-                logits[logits < logits.topk(2).values[-1]] = -torch.inf
+                logits[logits < logits.topk(2).values[-1]] = CUT_LOGIT  # what goes into a checkpoint is finite
             best = torch.log_softmax(logits, -1).topk(wanted.sampling.num_top_log_probs)
-            num_finite = int(best.values.isfinite().sum())
-            assert result.top_token_ids[j].tolist()[:num_finite] == best.indices.tolist()[:num_finite]
+            num_drawable = int((best.values > CUT_LOGIT).sum())
+            assert result.top_token_ids[j].tolist()[:num_drawable] == best.indices.tolist()[:num_drawable]
             assert result.top_log_probs[j] == pytest.approx(best.values.numpy(), abs=1e-4)
     assert results[2].top_token_ids is None and results[2].top_log_probs is None
 
