@@ -60,6 +60,7 @@ def products() -> dict[str, Any]:
         x, weight = tensors(max(ROWS), shape)
         wanted[name] = (x, weight, row_product(x, weight, tile=PLAIN))
     for tile in TILES:
+
         def equal(num_rows: int, name: str, tile: Tile = tile) -> bool:
             x, weight, all_rows = wanted[name]
             return torch.equal(row_product(x[-num_rows:], weight, tile=tile), all_rows[-num_rows:])

@@ -63,9 +63,7 @@ def math_samples(kinds: dict[str, float], count: int) -> list[Sample]:
 def gsm8k_samples(count: int) -> list[Sample]:
     rng = random.Random(1)
     numbers = [rng.randrange(10**5) for _ in range(count // GROUP + 1)]
-    return [
-        sample(f"{numbers[i // GROUP]}", f"{WORK}\n#### {numbers[i // GROUP] + i % 2:,}", i) for i in range(count)
-    ]
+    return [sample(f"{numbers[i // GROUP]}", f"{WORK}\n#### {numbers[i // GROUP] + i % 2:,}", i) for i in range(count)]
 
 
 def sample(label: str, response: str, index: int) -> Sample:

@@ -1,6 +1,6 @@
 """A custom reward: the last number of the answer must equal the label as a value.
 
-    --custom-rm-path recipes.last_number.reward
+--custom-rm-path recipes.last_number.reward
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ BATCH_SIZE = 64
 TERSE_SHARE = 0.75
 
 
-def write_tokenizer(
-    folder: Path, *, pieces: Sequence[str] = PIECES, characters: Sequence[str] = CHARACTERS
-) -> int:
+def write_tokenizer(folder: Path, *, pieces: Sequence[str] = PIECES, characters: Sequence[str] = CHARACTERS) -> int:
     """A vocabulary of single characters and a few whole words; returns its size."""
     vocabulary = {piece: number for number, piece in enumerate([*SPECIAL, *pieces, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from miles.config.flags import FLAGS, flatten, spelling
 from miles.config.sections import AlgorithmConfig, RunConfig
@@ -16,24 +16,59 @@ def loss_violations(config: RunConfig) -> Iterator[str]:
     if config.algorithm.loss_type == "sft_loss":
         yield from _supervised(config.algorithm)
         return
+    yield from _unread(config)
     yield from _advantage(config)
-    yield from _objective(config.algorithm)
+    if config.algorithm.loss_type == "custom_loss" and config.algorithm.custom_loss_function_path is None:
+        yield "--loss-type custom_loss needs --custom-loss-function-path"
     yield from _averaging(config.algorithm)
-    yield from _kl(config.algorithm)
+    if config.algorithm.kl_coef > 0 and config.algorithm.use_kl_loss:
+        yield "--kl-coef puts the KL into the reward and --use-kl-loss into the loss: give one of them"
     yield from _correction(config.algorithm)
-    yield from _distillation(config.algorithm)
-    yield from _critic(config)
+    if config.algorithm.use_opd and config.algorithm.opd_teacher_load is None:
+        yield "--use-opd needs --opd-teacher-load, the model folder of the teacher"
+
+
+def unread(config: RunConfig, readers: Mapping[str, tuple[object, str]]) -> Iterator[str]:
+    """`readers` says by name of a flag whether something reads it, and what would."""
+    values = flatten(config)
+    for name, (is_read, advice) in readers.items():
+        if not is_read and values[name] != FLAGS[name].default:
+            yield f"{spelling(name)} would be ignored: {advice}"
+
+
+def _unread(config: RunConfig) -> Iterator[str]:
+    algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
+    ppo = (estimator == "ppo", "it belongs to --advantage-estimator ppo")
+    discounts = (estimator in GROUP_FREE, f"it belongs to --advantage-estimator {' or '.join(GROUP_FREE)}")
+    kl_loss, opd = (algorithm.use_kl_loss, "add --use-kl-loss, or leave it out"), (algorithm.use_opd, "add --use-opd")
+    sapo = (algorithm.policy_objective == "sapo", "it belongs to --policy-objective sapo")
+    corrects = algorithm.use_tis or algorithm.off_policy_correction != "none"
+    corrects &= not algorithm.use_rollout_logprobs and algorithm.custom_tis_function_path is None
+    weighs = (corrects, "no --off-policy-correction weighs the tokens")
+    critic = [name for name, flag in FLAGS.items() if flag.section == "critic"]
+    readers = {
+        **dict.fromkeys((*critic, "lambd"), ppo),
+        "gamma": discounts,
+        "overlong_penalty_factor": (algorithm.overlong_buffer_len, "add --overlong-buffer-len"),
+        "custom_loss_function_path": (algorithm.loss_type == "custom_loss", "add --loss-type custom_loss"),
+        "eps_clip_c": (algorithm.policy_objective in CLIPPED, f"{algorithm.policy_objective} has no clip"),
+        **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), sapo),
+        **dict.fromkeys(("kl_loss_coef", "use_unbiased_kl"), kl_loss),
+        **dict.fromkeys(("tis_clip", "tis_clip_low"), weighs),
+        "ref_load": (
+            algorithm.use_kl_loss or algorithm.kl_coef,
+            "add --use-kl-loss or --kl-coef; for the start weights there is --init-from",
+        ),
+        "opsm_delta": (algorithm.use_opsm, "add --use-opsm"),
+        "score_centering_top_k": (algorithm.use_score_centering, "add --use-score-centering"),
+        **dict.fromkeys(("opd_teacher_load", "opd_kl_coef", "opd_log_prob_top_k"), opd),
+    }
+    yield from unread(config, readers)
 
 
 def _supervised(algorithm: AlgorithmConfig) -> Iterator[str]:
-    wishes = {
-        "use_kl_loss": algorithm.use_kl_loss,
-        "kl_coef": algorithm.kl_coef,
-        "use_opd": algorithm.use_opd,
-        "use_score_centering": algorithm.use_score_centering,
-    }
-    for name, wished in wishes.items():
-        if wished:
+    for name in ("use_kl_loss", "kl_coef", "use_opd", "use_score_centering"):
+        if getattr(algorithm, name):
             yield f"{spelling(name)} belongs to --loss-type policy_loss, not sft_loss"
 
 
@@ -48,13 +83,6 @@ def _advantage(config: RunConfig) -> Iterator[str]:
         )
     if estimator in NEEDS_WHITENING and not algorithm.normalize_advantages:
         yield f"--advantage-estimator {estimator} needs --normalize-advantages: it standardises over the whole batch"
-    for name, wanted, readers in (
-        ("gamma", algorithm.gamma != 1.0, ("ppo", "reinforce_plus_plus")),
-        ("lambd", algorithm.lambd != 1.0, ("ppo",)),
-    ):
-        if wanted and estimator not in readers:
-            shown, belongs = f"{spelling(name)} {flatten(config)[name]}", " or ".join(readers)
-            yield f"{shown} would be ignored: it belongs to --advantage-estimator {belongs}"
     buffer, longest = algorithm.overlong_buffer_len, rollout.rollout_max_response_len
     if buffer is not None and buffer >= longest:
         yield f"--overlong-buffer-len {buffer} must be less than --rollout-max-response-len {longest}"
@@ -63,16 +91,6 @@ def _advantage(config: RunConfig) -> Iterator[str]:
             yield "--reward-keys needs --reward-key, the one number that is logged and evaluated"
         if buffer is not None:
             yield "--overlong-buffer-len shapes one reward; with --reward-keys make the penalty one of the rewards"
-
-
-def _objective(algorithm: AlgorithmConfig) -> Iterator[str]:
-    is_custom, path = algorithm.loss_type == "custom_loss", algorithm.custom_loss_function_path
-    if is_custom and path is None:
-        yield "--loss-type custom_loss needs --custom-loss-function-path"
-    if path is not None and not is_custom:
-        yield "--custom-loss-function-path would be ignored: add --loss-type custom_loss"
-    if algorithm.eps_clip_c is not None and algorithm.policy_objective not in CLIPPED:
-        yield f"--eps-clip-c would be ignored: --policy-objective {algorithm.policy_objective} has no clip"
 
 
 def _averaging(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -85,15 +103,6 @@ def _averaging(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{' and '.join(wanted)} both say how tokens are averaged: give one of them"
     if algorithm.custom_pg_loss_reducer_function_path is not None and chosen["--loss-constant-length"]:
         yield "--loss-constant-length would be ignored: --custom-pg-loss-reducer-function-path averages the tokens"
-
-
-def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
-        yield f"--kl-loss-coef {algorithm.kl_loss_coef} would be ignored: add --use-kl-loss, or leave it out"
-    if algorithm.use_unbiased_kl and not algorithm.use_kl_loss:
-        yield "--use-unbiased-kl would be ignored: add --use-kl-loss"
-    if algorithm.kl_coef > 0 and algorithm.use_kl_loss:
-        yield "--kl-coef puts the KL into the reward and --use-kl-loss into the loss: give one of them"
 
 
 def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -117,21 +126,3 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     low, high = algorithm.tis_clip_low, algorithm.tis_clip
     if low is not None and high is not None and low > high:
         yield f"--tis-clip-low {low} is above --tis-clip {high}"
-
-
-def _distillation(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.use_opd and algorithm.opd_teacher_load is None:
-        yield "--use-opd needs --opd-teacher-load, the model folder of the teacher"
-    if not algorithm.use_opd:
-        for name in ("opd_teacher_load", "opd_log_prob_top_k"):
-            value = algorithm.opd_teacher_load if name == "opd_teacher_load" else algorithm.opd_log_prob_top_k
-            if value:
-                yield f"{spelling(name)} would be ignored: add --use-opd"
-
-
-def _critic(config: RunConfig) -> Iterator[str]:
-    if config.algorithm.advantage_estimator == "ppo":
-        return
-    for name, flag in FLAGS.items():
-        if flag.section == "critic" and flatten(config)[name] != flag.default:
-            yield f"{flag.spelling} would be ignored: it belongs to --advantage-estimator ppo"

@@ -10,7 +10,7 @@ from typing import Any
 from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, closest, flatten, spelling
 from miles.config.lora_section import MODULES, module_names
-from miles.config.loss_rules import loss_violations
+from miles.config.loss_rules import loss_violations, unread
 from miles.config.memory_section import memory_violations
 from miles.config.numerics_rules import numerics_violations
 from miles.config.resolve import samples_per_rollout
@@ -127,13 +127,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield f"--rollout-max-response-len {answer} leaves no room for a prompt in --rollout-max-context-len {context}"
     if context is not None and prompt is not None and prompt >= context:
         yield f"--rollout-max-prompt-len {prompt} leaves no room for an answer in --rollout-max-context-len {context}"
-    if config.algorithm.loss_type != "sft_loss":
-        yield from _sampling_for_training(config)
-
-
-def _sampling_for_training(config: RunConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.rollout_temperature == 0:
+    if rollout.rollout_temperature == 0 and config.algorithm.loss_type != "sft_loss":
         yield (
             "--rollout-temperature 0 is greedy: all answers of a group would be equal and nothing could be learned; "
             "use a value above 0 (--eval-temperature 0 evaluates greedily)"
@@ -207,9 +201,14 @@ def _divisors(total: int, wanted: int) -> str:
 
 def _optimizer(config: RunConfig) -> Iterator[str]:
     optim = config.optim
-    if optim.lr_warmup_iters and optim.lr_warmup_fraction is not None:
+    decays, fraction = optim.lr_decay_style != "constant", optim.lr_warmup_fraction
+    advice = "--lr-decay-style constant does not decay; give linear or cosine"
+    warms_up = (optim.lr_warmup_iters or fraction, "add --lr-warmup-iters or --lr-warmup-fraction")
+    readers = {"min_lr": (decays, advice), "lr_decay_iters": (decays or fraction, advice), "lr_warmup_init": warms_up}
+    yield from unread(config, readers)
+    if optim.lr_warmup_iters and fraction is not None:
         yield "--lr-warmup-iters and --lr-warmup-fraction both set the warm-up: give one of them"
-    if optim.lr_decay_style != "constant" and optim.min_lr > optim.lr > 0:
+    if decays and optim.min_lr > optim.lr > 0:
         yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}: a decay ends at --min-lr"
     if optim.lr_decay_iters is not None and optim.lr_decay_iters < optim.lr_warmup_iters:
         yield (
@@ -223,10 +222,10 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
 def _lora(config: RunConfig) -> Iterator[str]:
     lora = config.lora
     if not lora.is_on:
-        for name, flag in FLAGS.items():
-            is_unread = flag.section == "lora" and name != "lora_rank" and flag.effect != SATISFIED
-            if is_unread and flatten(config)[name] != flag.default:
-                yield f"{flag.spelling} would be ignored: add --lora-rank, such as --lora-rank 16"
+        names = [name for name, flag in FLAGS.items() if flag.section == "lora" and flag.effect != SATISFIED]
+        yield from unread(
+            config, {name: (name == "lora_rank", "add --lora-rank, such as --lora-rank 16") for name in names}
+        )
         return
     for name in ("target_modules", "exclude_modules"):
         for module in module_names(flatten(config)[name]):

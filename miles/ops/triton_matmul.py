@@ -113,8 +113,10 @@ def row_product(
     if num_rows == 0:
         return out_MN
     if tile is None:
-        tile = FLOAT32_TILE if x_MK.element_size() == 4 else tile_for(
-            num_rows, num_outputs, has_large_tiles=shared_memory(x_MK.device) > 200_000
+        tile = (
+            FLOAT32_TILE
+            if x_MK.element_size() == 4
+            else tile_for(num_rows, num_outputs, has_large_tiles=shared_memory(x_MK.device) > 200_000)
         )
     grid = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
     _product_kernel[grid,](

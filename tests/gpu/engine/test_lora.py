@@ -113,8 +113,15 @@ def test_bfloat16_trainer_and_engine_agree_and_an_update_is_in_the_next_answer()
             gaps.append((log_probs.cpu() - torch.tensor(found[i].log_probs)).abs())
             samples.append(
                 TrainSample(
-                    tokens=ids, response_length=24, loss_mask=[1] * 24, reward=float(i % 2), raw_reward=float(i % 2),
-                    group_index=0, index=i, rollout_log_probs=list(found[i].log_probs), weight_versions=[version] * 24,
+                    tokens=ids,
+                    response_length=24,
+                    loss_mask=[1] * 24,
+                    reward=float(i % 2),
+                    raw_reward=float(i % 2),
+                    group_index=0,
+                    index=i,
+                    rollout_log_probs=list(found[i].log_probs),
+                    weight_versions=[version] * 24,
                 )  # fmt: skip
             )
         assert torch.cat(gaps).mean() < 0.02
@@ -140,4 +147,3 @@ def test_training_gradients_are_near_those_of_float32_on_a_cpu() -> None:
     for name, exact in gradients[1].items():
         error = (gradients[0][name] - exact).norm() / exact.norm()
         assert error < 0.1, (name, float(error))
-

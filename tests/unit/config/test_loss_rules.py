@@ -19,8 +19,8 @@ OPD = {"use_opd": True, "opd_teacher_load": "models/teacher"}
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, "--n-samples-per-prompt 1 gives groups of one"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus needs --normalize-advantages"),
         ({"advantage_estimator": "ppo1"}, "--advantage-estimator must be one of grpo"),
-        ({"gamma": 0.9}, "--gamma 0.9 would be ignored: it belongs to --advantage-estimator ppo or reinforce_plus"),
-        ({**PLUS_PLUS, "lambd": 0.9}, "--lambd 0.9 would be ignored: it belongs to --advantage-estimator ppo"),
+        ({"gamma": 0.9}, "--gamma would be ignored: it belongs to --advantage-estimator ppo or reinforce_plus"),
+        ({**PLUS_PLUS, "lambd": 0.9}, "--lambd would be ignored: it belongs to --advantage-estimator ppo"),
         ({"overlong_buffer_len": 1024}, "--overlong-buffer-len 1024 must be less than --rollout-max-response-len 1024"),
         ({"reward_keys": ("a", "b")}, "--reward-keys needs --reward-key"),
         ({"reward_keys": ("a",), "reward_key": "a", "overlong_buffer_len": 9}, "shapes one reward"),
@@ -43,6 +43,14 @@ OPD = {"use_opd": True, "opd_teacher_load": "models/teacher"}
         ({"use_opd": True}, "--use-opd needs --opd-teacher-load"),
         ({"opd_teacher_load": "models/teacher"}, "--opd-teacher-load would be ignored"),
         ({"opd_log_prob_top_k": 5}, "--opd-log-prob-top-k would be ignored"),
+        ({"opd_kl_coef": 0.5}, "--opd-kl-coef would be ignored: add --use-opd"),
+        ({"overlong_penalty_factor": 0.5}, "--overlong-penalty-factor would be ignored: add --overlong-buffer-len"),
+        ({"sapo_tau_pos": 2.0}, "--sapo-tau-pos would be ignored: it belongs to --policy-objective sapo"),
+        ({"ref_load": "models/base"}, "--ref-load would be ignored: add --use-kl-loss or --kl-coef"),
+        ({"opsm_delta": 0.1}, "--opsm-delta would be ignored: add --use-opsm"),
+        ({"score_centering_top_k": 8}, "--score-centering-top-k would be ignored: add --use-score-centering"),
+        ({"tis_clip": 3.0, "use_rollout_logprobs": True}, "--tis-clip would be ignored: no --off-policy-correction"),
+        ({"tis_clip_low": 0.1, "off_policy_correction": "none"}, "--tis-clip-low would be ignored"),
         ({"num_critic_only_steps": 2}, "--num-critic-only-steps would be ignored: it belongs to"),
         ({"loss_type": "sft_loss", "use_opd": True}, "--use-opd belongs to --loss-type policy_loss"),
         ({"loss_type": "sft_loss", "kl_coef": 0.1}, "--kl-coef belongs to --loss-type policy_loss"),
@@ -62,6 +70,7 @@ def test_rule(change, message):
         {"use_tis": True, "off_policy_correction": "tis", "tis_clip": 3.0, "veto_threshold": 1e-4, "use_opsm": True},
         {"reward_keys": ("a", "b"), "reward_key": "a"},
         {"policy_objective": "gspo", "eps_clip_c": 3.0},
+        {"tis_clip": 3.0},  # auto corrects as soon as samples are old
     ],
 )
 def test_settings_that_go_together(change):

@@ -48,7 +48,9 @@ def test_steps_of_a_rollout_set_the_batch():
 
 
 def test_learning_rate_0_is_0_at_every_step():
-    optim = resolved(*"--lr 0 --min-lr 1e-5 --lr-warmup-init 1e-6 --lr-decay-style linear".split()).optim
+    optim = resolved(
+        *"--lr 0 --min-lr 1e-5 --lr-warmup-init 1e-6 --lr-warmup-iters 2 --lr-decay-style linear".split()
+    ).optim
     assert (optim.lr, optim.min_lr, optim.lr_warmup_init) == (0, 0, 0)
 
 

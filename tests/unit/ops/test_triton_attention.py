@@ -77,6 +77,7 @@ def test_sequences_that_continue_another(lengths, heads, tiles, forward, monkeyp
     inputs = [torch.randn(sum(lengths), num_heads, 32, requires_grad=True) for num_heads in (2, 1, 1)]
     grad = torch.randn(sum(lengths), 2, 32)
     context = packed_context(lengths, device="cpu", heads=heads)
+
     # Memory that is not written may hold anything.
     def full_of_nan(*shape: Any, **options: Any) -> torch.Tensor:
         return torch.full(shape[0] if len(shape) == 1 else shape, float("nan"), **options)

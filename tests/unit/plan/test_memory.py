@@ -169,9 +169,7 @@ def test_activations_are_what_a_forward_keeps_on_a_cpu(granularity):
     """Sequences of one length, so that nothing is padded."""
     spec = dataclasses.replace(SHAPES["Qwen3-0.6B"], num_layers=3, vocab_size=64, max_position_embeddings=64)
     model = make_model(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
-    _, measured = outcome(
-        model, Recompute(selective=granularity is not None), packed_context([16] * 4, device="cpu")
-    )
+    _, measured = outcome(model, Recompute(selective=granularity is not None), packed_context([16] * 4, device="cpu"))
     flags = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "max_tokens_per_gpu": 64}
     flags["recompute_granularity"] = granularity
     asked = job(where=CPU, prompt_len=8, answer_len=8, **flags)

@@ -31,9 +31,7 @@ def wrong_signature(log_probs):
     return log_probs
 
 
-def halve(
-    *, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **unused
-):
+def halve(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **unused):
     """Half the loss of every token, none of the last token of an answer."""
     for mask in loss_masks:
         mask[-1] = 0

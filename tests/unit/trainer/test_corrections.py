@@ -107,9 +107,7 @@ def test_masks_and_weights_multiply_the_loss_and_its_gradient() -> None:
     new_R = (OLD + 0.1).detach().requires_grad_()
     lengths_S = torch.tensor(LENGTHS)
     advantages_R = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64).repeat_interleave(lengths_S)
-    inputs = TokenInputs(
-        advantages_R, OLD, lengths_S=lengths_S, rollout_log_probs_R=ROLLOUT, correction="icepop"
-    )
+    inputs = TokenInputs(advantages_R, OLD, lengths_S=lengths_S, rollout_log_probs_R=ROLLOUT, correction="icepop")
     config = AlgorithmConfig(veto_threshold=0.1, use_opsm=True, opsm_delta=-0.2)
     values = policy_loss(new_R, torch.zeros_like(new_R), inputs, config)
     ratio = math.exp(0.1)

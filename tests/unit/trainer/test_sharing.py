@@ -41,9 +41,7 @@ def group(index: int, common: int, lengths: list[int], *, own: int = 0, draw: ra
         log_probs, versions = [-3.0 + draw.random() for _ in range(length)], [0] * length
         tokens = prompt + (rest if own else [draw.randrange(VOCABULARY) for _ in range(length)])
         sample_index = 100 * index + place
-        made.append(
-            TrainSample(tokens, length, [1] * length, reward, reward, index, sample_index, log_probs, versions)
-        )
+        made.append(TrainSample(tokens, length, [1] * length, reward, reward, index, sample_index, log_probs, versions))
     return made
 
 

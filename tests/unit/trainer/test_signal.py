@@ -73,9 +73,7 @@ def test_reinforce_plus_plus_discounts_the_reward_and_the_kl_of_later_tokens(gam
         per_token = [-0.1 * (p - r) for p, r in zip(policy, ref, strict=True)]
         if per_token:
             per_token[-1] += reward
-        expected += [
-            sum(gamma**k * per_token[t + k] for k in range(len(per_token) - t)) for t in range(len(per_token))
-        ]
+        expected += [sum(gamma**k * per_token[t + k] for k in range(len(per_token) - t)) for t in range(len(per_token))]
     assert signal.returns_R.tolist() == pytest.approx(expected, abs=1e-6)
     assert signal.advantages_R.tolist() == signal.returns_R.tolist()
 
