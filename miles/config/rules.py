@@ -118,11 +118,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if "" in rollout.rollout_stop:
         yield "--rollout-stop has an empty string, which would end every answer at once"
-    context, answer, prompt = (
-        rollout.rollout_max_context_len,
-        rollout.rollout_max_response_len,
-        rollout.rollout_max_prompt_len,
-    )
+    context, prompt = rollout.rollout_max_context_len, rollout.rollout_max_prompt_len
+    answer = rollout.rollout_max_response_len
     if context is not None and answer >= context:
         yield f"--rollout-max-response-len {answer} leaves no room for a prompt in --rollout-max-context-len {context}"
     if context is not None and prompt is not None and prompt >= context:
@@ -193,10 +190,8 @@ def _divisors(total: int, wanted: int) -> str:
     """ "96 or 128 would": the nearest divisors of `total` on both sides."""
     small = [number for number in range(1, math.isqrt(total) + 1) if total % number == 0]
     divisors = sorted({*small, *(total // number for number in small)})
-    near = [number for number in divisors if number < wanted][-1:] + [number for number in divisors if number > wanted][
-        :1
-    ]
-    return " or ".join(str(number) for number in near) + " would"
+    below, above = ([n for n in divisors if n < wanted], [n for n in divisors if n > wanted])
+    return " or ".join(map(str, below[-1:] + above[:1])) + " would"
 
 
 def _optimizer(config: RunConfig) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -13,6 +13,11 @@ from miles.types import Sample, TrainResult
 
 # Phases that cost nothing with one copy of the weights on one device; logged, since logs are compared by these names.
 FREE_PHASES = ("sleep", "wake_up")
+
+_NO_MEAN: dict[str, Callable[[list[float]], float]] = {
+    **{"train/step": max, "train/num_skipped_steps": sum, "train/num_not_finite": sum},
+    **{"train/ratio_min": min, "train/ratio_max": max, "train/train_rollout_logprob_abs_diff_max": max},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,11 @@ def trainer_perf(
     return perf
 
 
-def step_means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One record for the optimizer steps of a rollout: their means, and the number of the last step."""
+def of_rollout(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One record for the optimizer steps of a rollout: their means, but extremes of extremes, sums of what was skipped,
+    and the number of the last step."""
     names = dict.fromkeys(name for step in steps for name in step)
-    means = {name: fmean(step[name] for step in steps if name in step) for name in names}
-    return means | {"train/step": steps[-1]["train/step"]}
+    return {name: _NO_MEAN.get(name, fmean)([step[name] for step in steps if name in step]) for name in names}
 
 
 def _num_trained(sample: Sample) -> int:

@@ -23,7 +23,7 @@ from miles.data.buffer import GroupBuffer
 from miles.engine.local import LocalEngine
 from miles.errors import CheckpointError, EngineError, RewardError
 from miles.evals.run import EvalResult
-from miles.loop.numbers import Hardware, rollout_perf, step_means, trainer_perf
+from miles.loop.numbers import Hardware, of_rollout, rollout_perf, trainer_perf
 from miles.loop.placement import Placement, peak_memory_gb
 from miles.loop.profiler import StepProfiler
 from miles.loop.run_folder import RunFolder
@@ -279,7 +279,7 @@ def report(run: Run, groups: list[list[Sample]], result: TrainResult | None) -> 
         for record in result.steps:
             log_record("step", int(record["train/step"]), record, logger=logger)
         log_record("perf", step, trained, logger=logger)
-        metrics = {**written, **result.rollout, **step_means(result.steps), **trained}
+        metrics = {**written, **result.rollout, **of_rollout(result.steps), **trained}
     run.metrics.write(step, metrics)
     run.context.heartbeat.report_step(step, metrics, num_steps=run.schedule.num_rollout)
     write_samples(run.folder.path / "samples" / f"rollout_{step}.parquet", {"train": flat}, reward_key=reward_key)

@@ -110,7 +110,7 @@ _TRAIN: dict[str, Metric] = {
     "train/num_samples": Metric("answers", "answers of the optimizer step"),
     "train/num_micro_batches": Metric("batches", "forward and backward passes of the optimizer step"),
     "train/num_skipped_steps": Metric(
-        "steps", "1 when the step updated nothing (no trained token, or --on-not-finite skip)"
+        "steps", "optimizer steps that updated nothing (no trained token, or --on-not-finite skip)"
     ),
     "train/num_not_finite": Metric("answers", "answers that are nan or inf and were skipped by --on-not-finite"),
     "train/tflop": Metric(

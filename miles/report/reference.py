@@ -70,7 +70,8 @@ def metrics_page() -> str:
         "",
         "Made from `miles/observe/names.py` by `python -m miles.report.reference`. A run writes them to",
         "`metrics.jsonl` (one record per step and per evaluation) and to `log.txt`; trackers mirror them. `<...>`",
-        "stands for a part that varies.",
+        "stands for a part that varies. A rollout of several optimizer steps has the means of their `train/...`, the",
+        "lowest `_min`, the highest `_max` and sums of what was skipped; `log.txt` has each.",
     ]
     for prefix, title in GROUPS.items():
         found = [(name, metric) for name, metric in METRICS.items() if name.split("/")[0] == prefix]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.loop.numbers import Hardware, decoding_bytes, rollout_perf, step_means, trainer_perf
+from miles.loop.numbers import Hardware, decoding_bytes, of_rollout, rollout_perf, trainer_perf
 from miles.model.flops import forward_flops
 from miles.model.spec import load_spec
 from miles.observe import names
@@ -61,6 +61,11 @@ def test_a_rollout_without_a_trained_token_has_no_training_speed(hardware):
     assert perf["perf/step_time"] == 4.0 and "perf/actor_train_tflops" not in perf
 
 
-def test_the_record_of_a_rollout_is_the_mean_of_its_steps_and_the_number_of_the_last():
-    steps = [{"train/loss": 1.0, "train/step": 6.0}, {"train/loss": 3.0, "train/step": 7.0, "train/kl_loss": 0.5}]
-    assert step_means(steps) == {"train/loss": 2.0, "train/step": 7.0, "train/kl_loss": 0.5}
+def test_the_record_of_a_rollout_has_means_extremes_and_sums_of_its_steps():
+    skipped = {"train/num_skipped_steps": 1, "train/num_not_finite": 2}
+    steps = [
+        {"train/loss": 1.0, "train/step": 6.0, "train/ratio_min": 0.5, "train/ratio_max": 2.0, **skipped},
+        {"train/loss": 3.0, "train/step": 7.0, "train/ratio_min": 0.9, "train/ratio_max": 9.0, "train/kl_loss": 0.5},
+    ]
+    extremes = {"train/ratio_min": 0.5, "train/ratio_max": 9.0}
+    assert of_rollout(steps) == {"train/loss": 2.0, "train/step": 7.0, "train/kl_loss": 0.5, **extremes, **skipped}
