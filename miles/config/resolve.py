@@ -16,13 +16,26 @@ from typing import Any
 
 from miles.config.fields import SATISFIED
 from miles.config.flags import FLAGS, flatten, with_values
-from miles.config.sections import RunConfig
+from miles.config.sections import AlgorithmConfig, RunConfig
 
 
 def samples_per_rollout(config: RunConfig) -> int:
     """Samples that one rollout gives the trainer; supervised rows have one answer each."""
     answers = 1 if config.algorithm.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
     return config.rollout.rollout_batch_size * answers
+
+
+def reads_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether the log-probs of a reference model are needed."""
+    return algorithm.use_kl_loss or algorithm.kl_coef != 0.0
+
+
+def scores_policy(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
+    """Whether the old policy needs a pass before a rollout's `num_steps` optimizer steps: for the ratio, or for a
+    penalty that is part of the advantages."""
+    for_ratio = num_steps > 1 and not algorithm.use_rollout_logprobs
+    for_penalty = algorithm.kl_coef != 0.0 or (algorithm.use_opd and algorithm.opd_log_prob_top_k == 0)
+    return algorithm.loss_type != "sft_loss" and (for_ratio or for_penalty)
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, frozenset[str]]:

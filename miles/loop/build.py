@@ -22,6 +22,7 @@ from miles.checkpoint.layout import ADAPTER_FOLDER
 from miles.checkpoint.load import LoadedCheckpoint, load_checkpoint, weights_folder
 from miles.checkpoint.peft import load_adapter
 from miles.checkpoint.save import saving_to
+from miles.config.resolve import reads_reference
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
 from miles.data.prompts import PromptFlags, load_prompts
@@ -367,7 +368,7 @@ def _load_policy(config: RunConfig, start: Path, spec: ModelSpec, placement: Pla
 def _load_reference(config: RunConfig, policy: Decoder, start: Path, placement: Placement) -> Decoder | None:
     """The model of the KL term: frozen, the start weights unless `--ref-load` names others. With LoRA the policy itself
     holds its start weights, and no second copy is made of them."""
-    if not config.algorithm.use_kl_loss and config.algorithm.kl_coef == 0.0:
+    if not reads_reference(config.algorithm):
         return None
     named = config.model.ref_load
     is_start = named is None or resolve_model(named, flag="--ref-load").resolve() == start.resolve()

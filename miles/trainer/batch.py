@@ -72,7 +72,7 @@ class TokenBatch:
             self.targets[start:stop],
             self.lengths_S[start:stop],
             None if rollout is None else rollout[places],
-            None if top is None else top.take(places),
+            None if top is None else top[places],
         )
         return part, places
 

@@ -109,17 +109,10 @@ def _load_correction(path: str, args: Args) -> CustomCorrection:
         return {**values, "pg_loss": new_loss_R * torch.cat(list(masks))}
 
     example = _example()
-    assert example.rollout_log_probs_R is not None and example.lengths_S is not None, "the example has both"
+    rollout_R, lengths_S = example.rollout_log_probs_R, example.lengths_S
+    assert rollout_R is not None and lengths_S is not None, "the example has both"
     pg_loss_R = -example.advantages_R.clone().requires_grad_()
-    _try(
-        correct,
-        pg_loss_R,
-        example.rollout_log_probs_R + 0.1,
-        example.rollout_log_probs_R,
-        example.lengths_S,
-        path=path,
-        flag=TIS_FLAG,
-    )
+    _try(correct, pg_loss_R, rollout_R + 0.1, rollout_R, lengths_S, path=path, flag=TIS_FLAG)
     return correct
 
 

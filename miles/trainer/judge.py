@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from miles.config.resolve import scores_policy
 from miles.config.sections import AlgorithmConfig
 from miles.model.decoder import Decoder
 from miles.observe.timers import Timers
@@ -49,20 +50,12 @@ class Judge:
     def passes(self, *, num_steps: int) -> bool:
         """Whether anything has to be scored."""
         others = (self.reference, self.teacher, self.critic)
-        return self.scores_policy(num_steps=num_steps) or any(model is not None for model in others)
-
-    def scores_policy(self, *, num_steps: int) -> bool:
-        """Whether the old policy needs a pass: for the ratio, or for a penalty that is part of the advantages."""
-        config = self.config
-        if config.loss_type == "sft_loss":
-            return False
-        for_ratio = num_steps > 1 and not config.use_rollout_logprobs
-        return for_ratio or config.kl_coef != 0.0 or (config.use_opd and config.opd_log_prob_top_k == 0)
+        return scores_policy(self.config, num_steps=num_steps) or any(model is not None for model in others)
 
     def judge(self, micro_batches: Sequence[MicroBatch], timers: Timers, *, num_steps: int) -> Judged:
         """Score the tokens of these micro-batches, which together cover a batch."""
         policy_R = entropy_R = ref_R = teacher_R = values_R = teacher_top = None
-        if self.scores_policy(num_steps=num_steps):
+        if scores_policy(self.config, num_steps=num_steps):
             with timers.span("log_probs"):
                 policy_R, entropy_R = self.scorer.score_all(self.policy, micro_batches)
         if self.reference is not None:

@@ -55,15 +55,11 @@ class TokenInputs:
 
     def take(self, places_R: Tensor | slice, lengths_S: Tensor | None = None) -> TokenInputs:
         """The inputs of some of the tokens, which are those of answers of these lengths."""
-        taken: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, TopLogProbs):
-                value = value.take(places_R)
-            elif isinstance(value, Tensor) and field.name != "lengths_S":
-                value = value[places_R]
-            taken[field.name] = value
-        return TokenInputs(**taken | {"lengths_S": lengths_S})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths_S"}
+        taken: dict[str, Any] = {
+            n: v[places_R] if isinstance(v, (Tensor, TopLogProbs)) else v for n, v in values.items()
+        }
+        return TokenInputs(**taken, lengths_S=lengths_S)
 
     def also_ids(self) -> Tensor | None:
         """Ids at which the loss needs the policy's log-probs, besides the drawn ones."""

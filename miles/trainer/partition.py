@@ -21,7 +21,7 @@ class TopLogProbs:
     ids_RK: Tensor
     log_probs_RK: Tensor
 
-    def take(self, places_R: Tensor | slice) -> TopLogProbs:
+    def __getitem__(self, places_R: Tensor | slice) -> TopLogProbs:
         return TopLogProbs(self.ids_RK[places_R], self.log_probs_RK[places_R])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles.config.resolve import reads_reference
 from miles.config.sections import BatchConfig, RunConfig
 from miles.errors import CheckpointError, NotFiniteError, TrainError
 from miles.model.decoder import Decoder
@@ -63,7 +64,7 @@ class LocalTrainer:
         critic: Decoder | None = None,
     ) -> None:
         algorithm = config.algorithm
-        needs_reference = algorithm.use_kl_loss or algorithm.kl_coef != 0.0
+        needs_reference = reads_reference(algorithm)
         assert reference is not None or not needs_reference, "--use-kl-loss and --kl-coef need a reference model"
         assert (teacher is not None) == algorithm.use_opd, "--use-opd and a teacher belong together"
         self.is_policy = algorithm.loss_type != "sft_loss"
@@ -116,7 +117,7 @@ class LocalTrainer:
         if batch.num_tokens > 0 and self._judge.passes(num_steps=len(steps)):
             packed = self._pack(batch, range(len(batch.samples)), learns=False)
             judged = self._judge.judge(packed, self._timers, num_steps=len(steps))
-        inputs = self._inputs(batch, advantages_S, scored_S, judged, num_steps=len(steps), age=age)
+        inputs = self._inputs(batch, advantages_S, scored_S, judged, num_steps=len(steps))
         updates_policy = self.critic is None or rollout_id >= self.config.critic.num_critic_only_steps
         records: list[dict[str, float]] = []
         step_scores: list[dict[str, Tensor]] = []
@@ -148,6 +149,7 @@ class LocalTrainer:
         state = {
             "num_updates": self.optimizer.num_updates,
             "num_steps": self.num_steps,
+            "oldest_age": self._oldest_age,
             "rng": _encode(torch.get_rng_state()),
         }
         if self.critic is not None:
@@ -172,6 +174,7 @@ class LocalTrainer:
         if self.critic is not None:
             self.critic.optimizer.resume(state["num_critic_updates"])
         self.num_steps = state["num_steps"]
+        self._oldest_age = state.get("oldest_age", 0)  # an older version saved none
         torch.set_rng_state(_decode(state["rng"]))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(_decode(state["rng_cuda"]), self.device)
@@ -267,14 +270,7 @@ class LocalTrainer:
         return age
 
     def _inputs(
-        self,
-        batch: TokenBatch,
-        advantages_S: Tensor,
-        scored_S: Tensor,
-        judged: Judged,
-        *,
-        num_steps: int,
-        age: int,
+        self, batch: TokenBatch, advantages_S: Tensor, scored_S: Tensor, judged: Judged, *, num_steps: int
     ) -> TokenInputs:
         algorithm, rollout_R = self.config.algorithm, batch.rollout_log_probs_R
         if not self.is_policy:
@@ -295,7 +291,7 @@ class LocalTrainer:
             values_R=judged.tokens.values_R,
             teacher_top=judged.teacher_top,
             engine_top=batch.engine_top if algorithm.use_score_centering else None,
-            correction=correction_in_use(algorithm, oldest_age=max(age, self._oldest_age)),
+            correction=correction_in_use(algorithm, oldest_age=self._oldest_age),
             custom_correction=self._hooks.correct,
         )
 

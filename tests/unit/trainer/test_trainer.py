@@ -463,6 +463,19 @@ def addresses_of(trainer: LocalTrainer) -> list[int]:
     return [address for p in parameters for address in (p.data_ptr(), p.grad.data_ptr())]
 
 
+def test_a_resumed_trainer_remembers_that_samples_were_old(make_model, make_config, make_samples) -> None:
+    """`--off-policy-correction auto` weighs from then on."""
+    old, fresh = make_samples(), make_samples(seed=1)
+    for sample in fresh:
+        sample.weight_versions = [1] * sample.response_length
+    trainer, again = (LocalTrainer(make_model(), None, make_config(), total_steps=2) for _ in range(2))
+    assert "train/tis" in trainer.train(old, rollout_id=0, weight_version=1).steps[0]
+    tensors, state = copy.deepcopy(trainer.save())
+    again.load(tensors, json.loads(json.dumps(state)))
+    expected, resumed = (one.train(fresh, rollout_id=1, weight_version=1).steps[0] for one in (trainer, again))
+    assert resumed == expected and "train/tis" in resumed
+
+
 def test_load_refuses_a_state_of_another_model_and_copies_nothing(make_model, make_config) -> None:
     trainer = LocalTrainer(make_model(), None, make_config(), total_steps=1)
     before = copy.deepcopy(trainer.save())
