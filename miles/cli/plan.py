@@ -46,7 +46,9 @@ def run(argv: list[str]) -> int:
         math.ceil(arguments.prompt_len or 0) or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
         math.ceil(arguments.answer_len or 0) or config.rollout.rollout_max_response_len,
     )
-    report = _report(job, num_rollout=config.data.num_rollout or 1)
+    if config.lora.is_on and job.num_adapted == 0:
+        raise config.lora.names_nothing()
+    report = _report(job)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
@@ -107,6 +109,8 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
     name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(found), ""))
     machine: Machine | None = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
     describes_gpu = arguments.gpu is not None or arguments.gpu_memory or arguments.unified_memory
+    if config.model.device == "cpu" and describes_gpu:
+        raise ConfigError("--device cpu computes on no GPU: leave out --gpu, --gpu-memory and --unified-memory")
     if config.model.device != "cpu" and (name or describes_gpu or config.model.device == "cuda"):
         machine = gpu_machine(
             name,
@@ -127,9 +131,9 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
     return machine
 
 
-def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
+def _report(job: Job) -> dict[str, Any]:
     """Everything that is shown, as JSON data."""
-    memory, disk = estimate(job), disk_of(job, num_rollout=num_rollout)
+    memory, disk = estimate(job), disk_of(job, num_rollout=job.config.data.num_rollout or 1)
     limits = job.limits
     batch = job.micro_batch(limits.max_tokens)
     best = fastest(job)
@@ -138,7 +142,7 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
         "machine": asdict(job.machine),
         "parameters": job.spec.num_parameters,
         "fits": memory.fits and disk.checkpoint_bytes <= job.machine.disk_bytes,
-        "memory": {"device": memory.device, "host": memory.host, "share": memory.use},
+        "memory": {"device": memory.device, "host": memory.host, "share": memory.use, "fits": memory.fits},
         "process_bytes": memory.process_bytes,
         "cache_tokens": memory.cache_tokens,
         "micro_batch": {
@@ -146,7 +150,7 @@ def _report(job: Job, *, num_rollout: int) -> dict[str, Any]:
             "recompute": asdict(limits.activations.recompute_for(batch.tokens)),
         },
         "seconds": {**asdict(seconds := step_seconds(job, memory)), "step": seconds.step},
-        "disk": {**asdict(disk), "needed_bytes": disk.needed_bytes},
+        "disk": {**asdict(disk), "needed_bytes": disk.needed_bytes, "problem": disk.problem(job.machine.disk_bytes)},
         "remedies": [] if memory.fits else [flags_text(changes) for changes in remedies(job)],
         "fastest": None,
         "largest_model": {"as_set": as_set, "fastest_setting": with_changes},
@@ -181,15 +185,19 @@ def _show(job: Job, report: dict[str, Any]) -> None:
         f"{seconds['log_probs']:,.1f}, update {seconds['update']:,.1f})"
     )
     exported = f", {disk['export_bytes'] / GIB:.1f} of exported weights" if disk["export_bytes"] else ""
-    kept = disk["num_checkpoints"]
+    kept, untold = disk["num_checkpoints"], "" if job.config.data.num_rollout else " of 1 rollout (no --num-rollout)"
     console.print(
-        f"disk: {disk['needed_bytes'] / GIB:.1f} of {machine.disk_bytes / GIB:.0f} GiB that are free: {kept} checkpoint"
-        f"{'s' * (kept != 1)} of {disk['checkpoint_bytes'] / GIB:.1f}, one being written{exported}, and samples"
+        f"disk{untold}: {disk['needed_bytes'] / GIB:.1f} of {machine.disk_bytes / GIB:.0f} GiB that are free: {kept} "
+        f"checkpoint{'s' * (kept != 1)} of {disk['checkpoint_bytes'] / GIB:.1f}, {disk['num_at_once']} at one time"
+        f"{exported}, and samples"
     )
+    if disk["problem"]:
+        console.print(f"disk: {disk['problem']}", style="bold red")
     if report["fits"]:
         console.print("it fits", style="green")
     else:
         console.print("it does not fit", style="bold red")
+    if not report["memory"]["fits"]:
         ways = report["remedies"] or ["a smaller model or another machine: no setting is enough"]
         console.print("change one of: " + "; or ".join(ways) if len(ways) > 1 else f"change: {ways[0]}")
     if report["fastest"] is not None:

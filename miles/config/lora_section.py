@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from miles.config.fields import ABOVE_ZERO, FRACTION_BELOW_ONE, NOT_NEGATIVE, SATISFIED, flag
+from miles.errors import ConfigError
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Names for several at a time: of PEFT, and of the fused products in public Miles.
@@ -50,6 +51,13 @@ class LoraConfig:
     def adapts(self, module: str) -> bool:
         """Whether this module, given by its whole path, has an adapter."""
         return _matches(module, self.target_modules) and not _matches(module, self.exclude_modules)
+
+    def names_nothing(self) -> ConfigError:
+        """What to raise where `adapts` is never true."""
+        return ConfigError(
+            f"--target-modules {' '.join(self.target_modules)}, without --exclude-modules "
+            f"{' '.join(self.exclude_modules) or '(none)'}, names no module of this model: LoRA would train nothing"
+        )
 
 
 def module_names(given: tuple[str, ...]) -> list[str]:

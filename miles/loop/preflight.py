@@ -144,12 +144,11 @@ def memory_and_disk(
         ways = "; or ".join(flags_text(changes) for changes in remedies(job))
         advice = f"set {ways}" if ways else "no setting is enough: take a smaller model or another machine"
         return Verdict(MEMORY_AND_DISK, FAIL, f"the run does not fit: {text}. {advice}", data=data)
-    if free < one:
-        return Verdict(MEMORY_AND_DISK, FAIL, f"{text}: not one fits; free space or give another --save", data=data)
-    if not memory.fits:
-        return Verdict(MEMORY_AND_DISK, WARN, f"{text}: little is left; `miles plan` names flags that help", data=data)
-    if free < disk.needed_bytes:
-        return Verdict(MEMORY_AND_DISK, WARN, f"{text}: it will be full; --save-keep-last N keeps fewer", data=data)
+    problem = disk.problem(free)
+    if free >= one and not memory.fits:
+        problem = "little is left; `miles plan` names flags that help"
+    if problem:
+        return Verdict(MEMORY_AND_DISK, FAIL if free < one else WARN, f"{text}: {problem}", data=data)
     return Verdict(MEMORY_AND_DISK, OK, text, data=data)
 
 

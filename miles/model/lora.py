@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from miles.config.lora_section import LoraConfig
-from miles.errors import ConfigError
 from miles.model.context import ForwardContext
 from miles.model.decoder import Decoder
 from miles.model.layers import Linear
@@ -76,10 +75,7 @@ def adapters_of(spec: ModelSpec, config: LoraConfig) -> dict[str, list[Adapter]]
             mine = found.setdefault(linear, [])
             mine.append(Adapter(module, linear, len(mine), entry.start, entry.stop))
     if not found:
-        raise ConfigError(
-            f"--target-modules {' '.join(config.target_modules)}, without --exclude-modules "
-            f"{' '.join(config.exclude_modules) or '(none)'}, names no module of this model: LoRA would train nothing"
-        )
+        raise config.names_nothing()
     return found
 
 

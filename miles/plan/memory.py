@@ -11,7 +11,7 @@ from functools import cache
 
 from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
-from miles.config.resolve import samples_per_rollout
+from miles.config.resolve import reads_reference, samples_per_rollout
 from miles.config.sections import EngineConfig, RunConfig
 from miles.model.activations import ActivationBudget, Recompute, layer_numbers
 from miles.model.spec import ModelSpec
@@ -134,10 +134,9 @@ class Job:
     @property
     def num_scorers(self) -> int:
         """Models that only score: the reference (with LoRA the policy itself, without its adapters) and the teacher."""
-        algorithm, lora = self.config.algorithm, self.config.lora
-        has_reference = algorithm.use_kl_loss or algorithm.kl_coef != 0
-        has_reference &= not lora.is_on or self.config.model.ref_load is not None
-        return int(has_reference) + int(algorithm.use_opd)
+        config = self.config
+        has_copy = reads_reference(config.algorithm) and (not config.lora.is_on or config.model.ref_load is not None)
+        return int(has_copy) + int(config.algorithm.use_opd)
 
     @property
     def moment_bytes(self) -> int:

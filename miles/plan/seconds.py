@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.config.resolve import samples_per_rollout
+from miles.config.resolve import reads_reference, samples_per_rollout, scores_policy
 from miles.model.activations import remade_numbers
 from miles.model.flops import forward_flops
 from miles.plan.memory import Job, Memory, token_bytes
@@ -39,10 +39,11 @@ def step_seconds(job: Job, memory: Memory) -> Seconds:
     samples = samples_per_rollout(job.config)
     num_steps = max(samples // job.samples_per_step, 1)
     forward = samples * forward_flops(job.spec, [job.sample_len], num_head_tokens=job.answer_len)
-    forward_s = forward / _product_rate(job)
+    forward_s, algorithm = forward / _product_rate(job), job.config.algorithm
+    others = reads_reference(algorithm) + algorithm.use_opd + (job.num_trained - 1)  # a critic values every token
     return Seconds(
         generate=_generate(job, memory) if job.has_engine else 0.0,
-        log_probs=((num_steps > 1) + job.num_scorers) * forward_s,
+        log_probs=(scores_policy(algorithm, num_steps=num_steps) + others) * forward_s,
         update=num_steps * job.num_trained * _update(job, forward_s / num_steps),
     )
 

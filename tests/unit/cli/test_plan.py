@@ -37,6 +37,14 @@ def test_a_run_that_does_not_fit_ends_with_the_flags_that_help(capsys):
     assert plan(capsys, *flags, *first)[0] == 0
 
 
+def test_too_little_room_on_disk_is_told_from_too_little_memory(capsys):
+    flags = ["--hf-checkpoint", "Qwen3-0.6B", *MACHINE, "--disk"]
+    code, out, _ = plan(capsys, *flags, "5")
+    assert code == 1 and "disk: not one fits; free space" in out and "no setting is enough" not in out
+    code, out, _ = plan(capsys, *flags, "20", "--num-rollout", "9", "--save-interval", "1")
+    assert code == 0 and "9 checkpoints of 6.7, 9 at one time" in out and "disk: it will be full" in out
+
+
 def test_longer_answers_take_longer(capsys):
     def seconds(*flags: str) -> float:
         _, out, _ = plan(capsys, "--hf-checkpoint", "Qwen3-0.6B", *MACHINE, "--json", *flags)
@@ -55,6 +63,11 @@ def test_longer_answers_take_longer(capsys):
         (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--rollout-batch-size", "0"], "--rollout-batch-size must be"),
         (["--hf-checkpoint", "Qwen3-4B", "--gpu", ""], "not a known GPU; give --gpu-memory"),
         (["--hf-checkpoint", "Qwen3-4B", "--unified-memory"], "not a known GPU; give --gpu-memory"),
+        (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--device", "cpu"], "--device cpu computes on no GPU"),
+        (
+            ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--lora-rank", "8", "--target-modules", "layers.99.*"],
+            "--target-modules layers.99.*, without --exclude-modules (none), names no module of this model",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, argv, message):

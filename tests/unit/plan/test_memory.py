@@ -333,11 +333,29 @@ def test_time_of_the_measured_step():
     assert seconds.log_probs == 0
 
 
+def test_time_of_the_passes_before_the_first_update():
+    def passes(**flags) -> float:
+        planned = job(**flags)
+        one = job(use_kl_loss=True)
+        return step_seconds(planned, estimate(planned)).log_probs / step_seconds(one, estimate(one)).log_probs
+
+    assert passes(lora_rank=8, use_kl_loss=True) == 1  # the policy without its adapters
+    assert passes(kl_coef=0.1) == passes(advantage_estimator="ppo", num_steps_per_rollout=2) == 2
+    assert passes(num_steps_per_rollout=2, use_rollout_logprobs=True) == 0
+    assert passes(use_opd=True, opd_teacher_load="teacher") == 2
+    assert passes(use_opd=True, opd_teacher_load="teacher", opd_log_prob_top_k=4) == 1
+
+
 def test_disk():
     found = disk_of(job(save_interval=2, save_keep_last=3), num_rollout=20)
     assert found.checkpoint_bytes == 12 * 596_049_920 + SPARE_BYTES
-    assert found.num_checkpoints == 3
+    assert (found.num_checkpoints, found.num_at_once) == (3, 4)
     assert found.needed_bytes > 4 * found.checkpoint_bytes
+    repaired = disk_of(job(save_interval=2, save_keep_last=3, use_fault_tolerance=True), num_rollout=20)
+    assert (repaired.num_checkpoints, repaired.num_at_once) == (3, 5)
+    best = disk_of(job(save_interval=2, save_keep_best=2, eval_interval=2), num_rollout=20)
+    assert (best.num_checkpoints, best.num_at_once) == (3, 4)  # the newest, and two
+    assert disk_of(job(), num_rollout=20).num_at_once == 1
     assert disk_of(job(adam_state="8bit"), num_rollout=1).checkpoint_bytes < 0.55 * found.checkpoint_bytes
     assert disk_of(job(save_interval=2), num_rollout=20).num_checkpoints == 10
     reads = {"eval_function_path": "mine.Elsewhere", "eval_interval": 5}
