@@ -16,11 +16,14 @@ import pytest
 from miles.cli.main import COMMANDS
 from miles.config.flags import FLAGS
 from miles.config.parse import parse_train
+from miles.config.resolve import resolve
 from miles.config.sections import RunConfig
 from miles.model.activations import Recompute
 from miles.observe.names import METRICS
+from miles.plan.advice import changed, fastest
 from miles.plan.machine import cpu_machine, gpu_machine
-from miles.plan.memory import DEFAULT_ROWS, Job, state_bytes, token_bytes
+from miles.plan.memory import DEFAULT_PROMPT_LEN, DEFAULT_ROWS, Job, estimate, state_bytes, token_bytes
+from miles.plan.seconds import step_seconds
 from miles.plan.shapes import SHAPES
 from tests.e2e.harness import REPOSITORY, is_one_error
 
@@ -164,3 +167,9 @@ def test_sizes_are_those_of_the_code():
         assert f"{2 * again.kept_numbers(spec) / 1e6:.1f} MB" in text
     left = [f"{2 * Recompute(selective=True).kept_numbers(spec) / 1e6:.1f}" for spec in (small, large)]
     assert f"{' and '.join(left)} MB are left" in text
+    unified = gpu_machine("", memory_gib=128, unified=True, host_bytes=0, disk_bytes=0)
+    planned = Job(resolve(RunConfig())[0], large, unified, DEFAULT_PROMPT_LEN, 1024)
+    memory, best = estimate(planned), changed(planned, fastest(planned) or {})
+    assert f"a cache of {memory.cache_tokens:,} tokens is left" in text
+    seconds = [step_seconds(one, estimate(one)).step for one in (planned, best)]
+    assert f"a step takes up to {seconds[0]:.0f} s. It is fastest, up to {seconds[1]:.0f} s, with a cache" in text
