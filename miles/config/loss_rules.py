@@ -39,7 +39,6 @@ def unread(config: RunConfig, readers: Mapping[str, tuple[object, str]]) -> Iter
 def _unread(config: RunConfig) -> Iterator[str]:
     algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
     ppo = (estimator == "ppo", "it belongs to --advantage-estimator ppo")
-    discounts = (estimator in GROUP_FREE, f"it belongs to --advantage-estimator {' or '.join(GROUP_FREE)}")
     kl_loss, opd = (algorithm.use_kl_loss, "add --use-kl-loss, or leave it out"), (algorithm.use_opd, "add --use-opd")
     sapo = (algorithm.policy_objective == "sapo", "it belongs to --policy-objective sapo")
     corrects = algorithm.use_tis or algorithm.off_policy_correction != "none"
@@ -48,7 +47,7 @@ def _unread(config: RunConfig) -> Iterator[str]:
     critic = [name for name, flag in FLAGS.items() if flag.section == "critic"]
     readers = {
         **dict.fromkeys((*critic, "lambd"), ppo),
-        "gamma": discounts,
+        "gamma": (estimator in GROUP_FREE, f"it belongs to --advantage-estimator {' or '.join(GROUP_FREE)}"),
         "overlong_penalty_factor": (algorithm.overlong_buffer_len, "add --overlong-buffer-len"),
         "custom_loss_function_path": (algorithm.loss_type == "custom_loss", "add --loss-type custom_loss"),
         "eps_clip_c": (algorithm.policy_objective in CLIPPED, f"{algorithm.policy_objective} has no clip"),

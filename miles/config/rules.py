@@ -245,10 +245,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     others = config.eval.eval_config or config.hooks.eval_function_path
     if config.eval.eval_interval is not None and not sets and not others:
         yield "--eval-interval needs --eval-prompt-data: there is nothing to evaluate on"
-    if config.eval.eval_config is not None and config.eval.eval_interval is None:
-        yield "--eval-config needs --eval-interval: say how often to evaluate"
-    if sets and config.eval.eval_interval is None:
-        yield "--eval-prompt-data needs --eval-interval: say how often to evaluate"
+    for name in ("eval_config", "eval_prompt_data"):
+        if getattr(config.eval, name) and config.eval.eval_interval is None:
+            yield f"{spelling(name)} needs --eval-interval: say how often to evaluate"
 
 
 def _checkpoints(config: RunConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ FEWEST_TOKENS = {"cpu": 512, "cuda": 4096}  # layers are computed again before m
 
 # Whole blocks of keys are shared, so attention meets the same blocks as without sharing and changes no bit of a score.
 SHARED_MULTIPLE = 64
+MICRO_BATCH_COST = 1024  # tokens: the time that a micro-batch takes whatever its size
 DEFAULT_ROWS = {"cpu": 256, "cuda": 512}
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 # Of the memory that is free on a CPU; the trainer, the page cache and other programs need the rest.
@@ -157,22 +158,26 @@ class Job:
         )  # fmt: skip
 
     def micro_batch(self, max_tokens: int) -> MicroBatch:
-        """The largest one of equal samples; with shared prompts those of a group stay together."""
-        num_inputs = self.sample_len - 1  # nothing is predicted after the last token
-        most = self.config.batch.micro_batch_size or self.samples_per_step
+        """The largest one of equal samples; with shared prompts those of a group stay together where that is faster."""
         # The last token of a prompt predicts one of an answer: each sample reads it for itself.
-        blocks = (min(self.prompt_len, num_inputs) - 1) // SHARED_MULTIPLE
-        shared = self.config.batch.share_prompts_in_training * blocks * SHARED_MULTIPLE
-        together = (max_tokens - shared) // (num_inputs - shared) if shared else 1
-        together = min(max(together, 1), self.config.rollout.n_samples_per_prompt, most)
-        shared *= together > 1
-        length = shared + together * (num_inputs - shared)
-        fitting = max(min(max_tokens // length, most // together), 1)
-        units = -(-self.samples_per_step // together)
-        num = -(-units // fitting)
+        blocks = (min(self.prompt_len, self.sample_len - 1) - 1) // SHARED_MULTIPLE
+        ways = (0, blocks * SHARED_MULTIPLE) if self.config.batch.share_prompts_in_training else (0,)
+        return min((self._packed(max_tokens, shared) for shared in ways), key=lambda way: way[0])[1]
+
+    def _packed(self, max_tokens: int, shared: int) -> tuple[int, MicroBatch]:
+        """What it costs, in tokens, to read so many first tokens of a group once, and the micro-batch."""
+        config, num_samples = self.config, self.samples_per_step
+        own = self.sample_len - 1 - shared  # nothing is predicted after the last token
+        most = config.batch.micro_batch_size or num_samples
+        group = min(samples_per_rollout(config) // config.rollout.rollout_batch_size, num_samples) if shared else 1
+        parts = -(-group // min(max((max_tokens - shared) // own, 1), most))  # of a group, as even as possible
+        together, units = -(-group // parts), -(-num_samples * parts // group)
+        length = shared + together * own
+        num = -(-units // max(min(max_tokens // length, most // together), 1))
         largest = -(-units // num)
-        answers = largest * together * min(self.answer_len, num_inputs)
-        return MicroBatch(largest * length, answers, num, units // num * length)
+        answers = largest * together * min(self.answer_len, self.sample_len - 1)
+        cost = units * shared + num_samples * own + MICRO_BATCH_COST * num
+        return cost, MicroBatch(largest * length, answers, num, units // num * length)
 
 
 @dataclass(frozen=True, slots=True)

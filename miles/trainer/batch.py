@@ -20,7 +20,8 @@ from torch import Tensor
 from miles.errors import NotFiniteError
 from miles.model.context import ForwardContext, on_device, packed_context
 from miles.ops.logprob import KeptIds
-from miles.trainer.packing import MICRO_BATCH_COST, Bundle, bundles, pack
+from miles.plan.memory import MICRO_BATCH_COST
+from miles.trainer.packing import Bundle, bundles, pack
 from miles.trainer.partition import TopLogProbs
 from miles.types import TrainSample
 

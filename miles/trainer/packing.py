@@ -13,8 +13,6 @@ from os.path import commonprefix
 from miles.plan.memory import SHARED_MULTIPLE
 from miles.types import TrainSample
 
-MICRO_BATCH_COST = 1024  # tokens: the time that a micro-batch takes whatever its size
-
 
 @dataclass(frozen=True, slots=True)
 class Bundle:

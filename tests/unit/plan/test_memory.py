@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ from miles.plan.machine import GIB, cpu_machine, gpu_machine
 from miles.plan.memory import CPU_PROCESS_BYTES, Job, MicroBatch, estimate
 from miles.plan.seconds import step_seconds
 from miles.plan.shapes import SHAPES
+from miles.trainer.batch import micro_batches, token_batch
+from miles.types import TrainSample
 from tests.unit.engine.tiny import make_model
 from tests.unit.living import outcome
 
@@ -120,10 +123,39 @@ def test_shared_prompts_are_read_once_in_a_group():
     """64 of 100 tokens of a prompt are shared: a group of 8 has 64 + 8 x 235 tokens instead of 8 x 299."""
     shared = job(answer_len=200, share_prompts_in_training=True)
     assert shared.micro_batch(4000) == MicroBatch(2 * (64 + 8 * 235), 2 * 8 * 200, 16, 2 * (64 + 8 * 235))
-    assert shared.micro_batch(800) == MicroBatch(64 + 3 * 235, 3 * 200, 86, 64 + 3 * 235)
+    assert shared.micro_batch(800) == MicroBatch(64 + 3 * 235, 3 * 200, 96, 64 + 3 * 235)
     assert changed(shared, {"micro_batch_size": 1}).micro_batch(4000) == MicroBatch(299, 200, 256, 299)
     longer = dataclasses.replace(shared, prompt_len=128)  # its last token is read for each answer, and with it 63 more
     assert longer.micro_batch(4000).tokens == 64 + 8 * 263
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "answer", "flags"),
+    [
+        (300, 100, 5, {}),  # a group is split evenly, not into one that is full and a rest
+        (1000, 256, 200, {"n_samples_per_prompt": 4}),
+        (20_000, 300, 30, {"n_samples_per_prompt": 4, "micro_batch_size": 3}),  # alone there are fewer micro-batches
+        (3000, 65, 100, {"n_samples_per_prompt": 2, "num_steps_per_rollout": 2}),
+        (3000, 65, 100, {"loss_type": "sft_loss"}),
+    ],
+)
+def test_shared_prompts_are_planned_as_they_are_packed(tokens, prompt, answer, flags):
+    planned = job(
+        prompt_len=prompt, answer_len=answer, rollout_batch_size=4, max_tokens_per_gpu=tokens,
+        share_prompts_in_training=True, **flags,
+    )  # fmt: skip
+    group = 1 if planned.config.algorithm.loss_type == "sft_loss" else planned.config.rollout.n_samples_per_prompt
+    samples = [
+        TrainSample([i // group] * prompt + [i] * answer, answer, [1] * answer, 0.0, 0.0, i // group, i)
+        for i in range(planned.samples_per_step)
+    ]
+    packed = micro_batches(
+        token_batch(samples, torch.device("cpu")), range(len(samples)), max_tokens=tokens, share=True,
+        max_samples=planned.config.batch.micro_batch_size,
+    )  # fmt: skip
+    sizes = [len(one.input_ids_T) for one in packed]
+    expected = MicroBatch(max(sizes), max(len(one.targets_R) for one in packed), len(packed), min(sizes))
+    assert planned.micro_batch(tokens) == expected
 
 
 def test_a_released_cache_lies_where_the_trainer_works():
