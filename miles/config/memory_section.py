@@ -48,7 +48,7 @@ def memory_violations(memory: MemoryConfig, *, adam_state: str) -> Iterator[str]
         yield "--recompute-method block needs --recompute-num-layers"
     if method == "uniform" and memory.recompute_granularity is None:
         yield "--recompute-method uniform needs --recompute-granularity full"
-    if method == "uniform" and (num_layers or 1) != 1:
+    if method == "uniform" and num_layers not in (None, 1):
         yield (
             f"--recompute-method uniform --recompute-num-layers {num_layers}: layers are computed again one at a time "
             "here; leave the number out, or use --recompute-method block for the first layers only"

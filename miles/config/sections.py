@@ -331,7 +331,8 @@ class OptimConfig:
     )
     adam_beta1: float = flag(0.9, "decay of the first moment", bounds=FRACTION_BELOW_ONE)
     adam_beta2: float = flag(0.95, "decay of the second moment", bounds=FRACTION_BELOW_ONE)
-    adam_eps: float = flag(1e-8, "added to the root of the second moment", bounds=ABOVE_ZERO)
+    # Less would be 0 in float32, and 0 / 0 the update of a weight without a gradient.
+    adam_eps: float = flag(1e-8, "added to the root of the second moment", bounds=Bounds("at least 1e-37", low=1e-37))
     adam_state: str = flag(
         "float32",
         "how the two moments of the matrices are kept; 8bit needs bitsandbytes (docs/trainer.md)",

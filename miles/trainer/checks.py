@@ -87,7 +87,7 @@ def check_gap(log_probs_R: Tensor, rollout_log_probs_R: Tensor, *, limit: float,
         )
     if gap > limit:
         raise TrainError(
-            f"trainer and engine differ by {gap:.4f} nat per token on average, more than --max-logprob-gap {limit}; "
+            f"trainer and engine differ by {gap:.4g} nat per token on average, more than --max-logprob-gap {limit}; "
             "the weights are as they were before this optimizer step. Usual causes: stale weights in the engine, "
             "another temperature or tokenizer on one side, old samples. --max-logprob-gap 0 goes on regardless"
         )

@@ -43,6 +43,10 @@ def test_what_is_computed_again(flags, expected) -> None:
         ({"recompute_method": "block"}, "needs --recompute-num-layers"),
         ({"recompute_method": "uniform"}, "needs --recompute-granularity full"),
         (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 0},
+            "--recompute-method uniform --recompute-num-layers 0",
+        ),
+        (
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
             "one at a time",
         ),

@@ -74,6 +74,7 @@ def test_good_settings_have_no_violation():
         ({"loss_type": "sft_loss", "use_kl_loss": True}, "--use-kl-loss belongs to --loss-type policy_loss"),
         ({"lr": math.nan}, "--lr must be a finite number, not nan"),
         ({"lr": -1.0}, "--lr must be at least 0, not -1.0"),
+        ({"adam_eps": 1e-40}, "--adam-eps must be at least 1e-37, not 1e-40"),  # float32 holds no such number
         ({"adam_beta2": 1.0}, "--adam-beta2 must be from 0 to below 1, not 1.0"),
         ({"lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, "both set the warm-up"),
         ({"lr": 1e-4, "min_lr": 1e-3, "lr_decay_style": "linear"}, "--min-lr 0.001 is above --lr 0.0001"),
