@@ -33,15 +33,15 @@ def convert_checkpoint(source: Path, target: Path, *, origin: Path | None = None
         layout.verify(source, layout.read_manifest(source))
         has_adapter = (source / layout.ADAPTER_FOLDER).is_dir()
         source = source / (layout.ADAPTER_FOLDER if has_adapter else layout.MODEL_FOLDER)
-    elif layout.checkpoints(source):
-        newest = max(layout.checkpoints(source).values())
+    elif found := layout.checkpoints(source) or layout.checkpoints(source / "checkpoints"):
+        newest = found[max(found)]
         raise CheckpointError(f"--input-dir {source} holds several checkpoints; name one of them, such as {newest}")
     adapter = source if (source / CONFIG_NAME).is_file() else None
     if adapter is not None:
         source = origin = origin or Path(read_adapter(adapter)[0]["base"] or "")
         if not (source / "config.json").is_file():
             raise CheckpointError(
-                f"{adapter} was made for the model in {source}, which is not there; give --origin-hf-dir, its folder"
+                f"the model that {adapter} was made for is not in {source}; give --origin-hf-dir, its folder"
             )
     origin = origin or source
     ours, theirs = load_spec(source), load_spec(origin)

@@ -15,7 +15,9 @@ MODEL = Path(__file__).parents[3] / "miles" / "quickstart" / "model"
 @pytest.fixture
 def checkpoint(tmp_path):
     tensors = {name: tensor + 1.0 for name, tensor in load_file(MODEL / "model.safetensors").items()}
-    return save_checkpoint(tmp_path / "run", 3, tensors={"model": tensors}, state={}, model_source=MODEL)
+    return save_checkpoint(
+        tmp_path / "run" / "checkpoints", 3, tensors={"model": tensors}, state={}, model_source=MODEL
+    )
 
 
 def test_a_checkpoint_becomes_a_model_folder_in_the_dtype_asked_for(checkpoint, tmp_path, capsys):
@@ -30,9 +32,10 @@ def test_a_checkpoint_becomes_a_model_folder_in_the_dtype_asked_for(checkpoint, 
     assert str(target) in capsys.readouterr().out
 
 
-def test_the_folder_of_all_checkpoints_is_refused_by_name(checkpoint, tmp_path):
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_folder_of_all_checkpoints_or_of_the_run_is_refused_by_name(checkpoint, tmp_path, level):
     with pytest.raises(CheckpointError, match="iter_0000003"):
-        convert_checkpoint(checkpoint.parent, tmp_path / "out")
+        convert_checkpoint(checkpoint.parents[level], tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(checkpoint, tmp_path):

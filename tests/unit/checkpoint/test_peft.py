@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_the_adapter_and_convert_merges_or_extracts_it(tmp_pa
 
 def test_convert_says_when_the_model_under_an_adapter_is_gone(adapter, tmp_path):
     edit(adapter, base_model_name_or_path="gone/model")
-    with pytest.raises(CheckpointError, match="gone/model, which is not there; give --origin-hf-dir"):
+    with pytest.raises(CheckpointError, match="was made for is not in gone/model; give --origin-hf-dir"):
         run(["--input-dir", str(adapter), "--output-dir", str(tmp_path / "out")])
     flags = ["--input-dir", str(adapter), "--output-dir", str(tmp_path / "out"), "--origin-hf-dir", str(MODEL)]
     assert run(flags) == 0
