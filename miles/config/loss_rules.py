@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from miles.config.flags import FLAGS, flatten, spelling
+from miles.config.resolve import reads_reference
 from miles.config.sections import AlgorithmConfig, RunConfig
 
 GROUP_FREE = ("ppo", "reinforce_plus_plus")  # estimators that do not compare the answers of a prompt
@@ -54,10 +55,7 @@ def _unread(config: RunConfig) -> Iterator[str]:
         **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), sapo),
         **dict.fromkeys(("kl_loss_coef", "use_unbiased_kl"), kl_loss),
         **dict.fromkeys(("tis_clip", "tis_clip_low"), weighs),
-        "ref_load": (
-            algorithm.use_kl_loss or algorithm.kl_coef,
-            "add --use-kl-loss or --kl-coef; for the start weights there is --init-from",
-        ),
+        "ref_load": (reads_reference(algorithm), "add --use-kl-loss or --kl-coef; start weights are --init-from"),
         "opsm_delta": (algorithm.use_opsm, "add --use-opsm"),
         "score_centering_top_k": (algorithm.use_score_centering, "add --use-score-centering"),
         **dict.fromkeys(("opd_teacher_load", "opd_kl_coef", "opd_log_prob_top_k"), opd),

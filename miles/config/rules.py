@@ -151,19 +151,18 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
 def _agents(config: RunConfig) -> Iterator[str]:
     hooks = config.hooks
     session = (hooks.session_message_matcher, hooks.session_sample_picker_path, hooks.session_sample_postprocessor_path)
-    if hooks.custom_agent_function_path is None:
-        if any(session):
-            yield (
-                "--session-message-matcher, --session-sample-picker-path and --session-sample-postprocessor-path are "
-                "for conversations of a program: give --custom-agent-function-path"
-            )
-        return
-    if hooks.custom_generate_function_path is None:
+    has_agent = hooks.custom_agent_function_path is not None
+    if any(session) and not has_agent:
+        yield (
+            "--session-message-matcher, --session-sample-picker-path and --session-sample-postprocessor-path are for "
+            "conversations of a program: give --custom-agent-function-path"
+        )
+    if has_agent and hooks.custom_generate_function_path is None:
         yield (
             "--custom-agent-function-path needs --custom-generate-function-path "
             "miles.rollout.generate_hub.agentic_tool_call.generate"
         )
-    if config.rollout.partial_rollout:
+    if has_agent and config.rollout.partial_rollout:
         yield "--partial-rollout cannot go on with a --custom-agent-function-path that was stopped: leave one out"
 
 

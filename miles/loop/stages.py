@@ -21,7 +21,7 @@ from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
 from miles.engine.local import LocalEngine
-from miles.errors import CheckpointError, EngineError, RewardError
+from miles.errors import CheckpointError, EngineError, RewardError, TrainError
 from miles.evals.run import EvalResult
 from miles.loop.numbers import Hardware, of_rollout, rollout_perf, trainer_perf
 from miles.loop.placement import Placement, peak_memory_gb
@@ -210,12 +210,20 @@ def generate(run: Run) -> list[list[Sample]]:
 
 
 def _answers(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for written and scored answers. When that fails, the finished steps are saved first: no weight has changed
-    since."""
-    try:
+    """Wait for written and scored answers."""
+    with _saving_what_is_done(run):
         return run.wait(coroutine)
-    except (EngineError, RewardError):
-        save_for_good(run)
+
+
+@contextmanager
+def _saving_what_is_done(run: Run) -> Iterator[None]:
+    """When this fails, the finished steps are saved first, unless a weight has changed since."""
+    before = run.trainer.num_updates
+    try:
+        yield
+    except (EngineError, RewardError, TrainError):
+        if run.trainer.num_updates == before:
+            save_for_good(run)
         raise
 
 
@@ -231,7 +239,7 @@ def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     if offloads:
         with run.timers.span("wake_up"):
             run.trainer.onload()
-    with run.timers.span("train"):
+    with run.timers.span("train"), _saving_what_is_done(run):
         result = run.trainer.train(samples, rollout_id=run.num_done, weight_version=run.version)
     if offloads:
         with run.timers.span("sleep"):

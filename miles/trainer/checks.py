@@ -48,7 +48,8 @@ def rescore_in_another_packing(
     chosen = trained[::every][:NUM_CHECKED]
     if not chosen:
         return {}
-    part = _only(batch, chosen)
+    lengths_S = batch.lengths_S[torch.tensor(chosen, device=batch.lengths_S.device)]
+    part = TokenBatch([batch.samples[i] for i in chosen], [batch.targets[i] for i in chosen], lengths_S, None)
     everyone = range(len(chosen))
     together_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens, share=share))
     alone_R, _ = scorer.score_all(model, micro_batches(part, everyone, max_tokens=max_tokens, max_samples=1))
@@ -91,11 +92,6 @@ def check_gap(log_probs_R: Tensor, rollout_log_probs_R: Tensor, *, limit: float,
             "the weights are as they were before this optimizer step. Usual causes: stale weights in the engine, "
             "another temperature or tokenizer on one side, old samples. --max-logprob-gap 0 goes on regardless"
         )
-
-
-def _only(batch: TokenBatch, chosen: list[int]) -> TokenBatch:
-    lengths_S = batch.lengths_S[torch.tensor(chosen, device=batch.lengths_S.device)]
-    return TokenBatch([batch.samples[i] for i in chosen], [batch.targets[i] for i in chosen], lengths_S, None)
 
 
 def _hold(what: str, found: dict[str, float], bounds: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,17 +119,10 @@ def _load_correction(path: str, args: Args) -> CustomCorrection:
 
 def _load_reducer(path: str, config: RunConfig) -> Reducer:
     reducer = load_function(path, flag=REDUCER_FLAG)
-    check_signature(
-        reducer,
-        *("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-        path=path,
-        flag=REDUCER_FLAG,
-    )
+    given = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
+    check_signature(reducer, *given, path=path, flag=REDUCER_FLAG)
     samples = [TrainSample([1] * (n + 2), n, [1] * n, 0.0, 0.0, 0, n) for n in (2, 3)]
-
-    def weigh() -> Tensor:
-        return make_weights(torch.tensor([2, 3]), samples, config, reducer=reducer)
-
+    weigh = partial(make_weights, torch.tensor([2, 3]), samples, config, reducer=reducer)
     _try(weigh, path=path, flag=REDUCER_FLAG)
     return reducer
 

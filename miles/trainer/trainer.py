@@ -197,6 +197,11 @@ class LocalTrainer:
                 optimizer.onload()
             self.offloaded_bytes = 0
 
+    @property
+    def num_updates(self) -> int:
+        """Of the weights, the critic's too."""
+        return sum(optimizer.num_updates for optimizer in self._optimizers())
+
     def _optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
@@ -430,7 +435,7 @@ def _matching(stem: str, targets: dict[str, Tensor], sources: dict[str, Tensor])
         if sources[name].shape != target.shape:
             raise CheckpointError(
                 f"{stem}: tensor {name!r} has shape {tuple(sources[name].shape)}, this model needs "
-                f"{tuple(target.shape)}; the checkpoint is of another model"
+                f"{tuple(target.shape)}; the checkpoint is of another model or --lora-rank"
             )
     return [(target, sources[name]) for name, target in targets.items()]
 

@@ -54,6 +54,24 @@ def test_asynchronous_saves_hold_what_synchronous_ones_do_and_the_last_are_kept(
     assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_step_that_is_not_finite_loses_no_finished_one(tmp_path, critic):
+    """A critic has made its own update by then: its weights are not those of the finished steps."""
+
+    def poison(run):
+        if run.num_done == 2:
+            run.trainer.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+
+    algorithm = {"advantage_estimator": "ppo"} if critic else {}
+    ended = run_fork(tmp_path, sums(tmp_path, run_name="stopped", **algorithm), each_step=poison)
+    assert ended.code == 1 and "is not finite" in ended.text
+    assert list(checkpoints(ended.folder / "checkpoints")) == ([] if critic else [2])
+    if not critic:
+        resumed, whole = (run_fork(tmp_path, sums(tmp_path, run_name=name)) for name in ("stopped", "whole"))
+        states = [load_file(one.folder / "checkpoints/iter_0000003/optimizer.safetensors") for one in (resumed, whole)]
+        assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path):
     first = run_fork(tmp_path, sums(tmp_path, num_rollout=2, lr=1e-2, run_name="first"))
     settings = sums(tmp_path, num_rollout=1, lr=0.0, run_name="second", init_from=str(first.folder))
