@@ -34,6 +34,7 @@ class StepWork:
     micro_batches: list[MicroBatch]
     inputs: TokenInputs
     weights_R: Tensor
+    is_first: bool  # no weight has changed since the samples came
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,7 @@ class Learner:
         values = {name: in_flat_order(work.micro_batches, [part[name] for part in parts]) for name in parts[0]}
         result = StepResult(values.pop("log_probs"), values.pop("entropy"), values, self.optimizer.grad_norm())
         self.check_finite(work, result)
-        if self.max_gap > 0 and work.batch.rollout_log_probs_R is not None:
-            both = self.trainer_log_probs(work, result), work.batch.rollout_log_probs_R
+        if self.max_gap > 0 and (both := self.comparable_log_probs(work, result)) is not None:
             check_gap(*both, limit=self.max_gap, exact=self.scorer.invariant)
         if not updates:
             return result
@@ -95,11 +95,12 @@ class Learner:
         lora = self.model.lora
         return None if lora is None or lora.lora_dropout == 0 else int(torch.randint(2**62, ()))
 
-    def trainer_log_probs(self, work: StepWork, result: StepResult) -> Tensor:
-        """What the engine's log-probs are compared with: the trainer's before the first update of the rollout, where
-        it has them."""
+    def comparable_log_probs(self, work: StepWork, result: StepResult) -> tuple[Tensor, Tensor] | None:
+        """The trainer's before the first update of the rollout, and the engine's; None where one of them is unknown."""
+        rollout_R = work.batch.rollout_log_probs_R
         old_R = None if self.config.use_rollout_logprobs else work.inputs.old_log_probs_R
-        return result.log_probs_R if old_R is None else old_R
+        ours_R = result.log_probs_R if old_R is None and work.is_first else old_R
+        return None if ours_R is None or rollout_R is None else (ours_R, rollout_R)
 
     def check_finite(self, work: StepWork, result: StepResult) -> None:
         """Raise a `NotFiniteError` that names the samples whose loss or gradient is nan or inf."""

@@ -119,11 +119,12 @@ class LocalTrainer:
             judged = self._judge.judge(packed, self._timers, num_steps=len(steps))
         inputs = self._inputs(batch, advantages_S, scored_S, judged, num_steps=len(steps))
         updates_policy = self.critic is None or rollout_id >= self.config.critic.num_critic_only_steps
+        begun = self.optimizer.num_updates
         records: list[dict[str, float]] = []
         step_scores: list[dict[str, Tensor]] = []
         for start, stop in steps:
             part, places = batch.part(start, stop)
-            record, values = self._step(part, inputs.take(places, part.lengths_S), updates=updates_policy)
+            record, values = self._step(part, inputs.take(places, part.lengths_S), updates=updates_policy, begun=begun)
             self.num_steps += 1
             records.append(record)
             step_scores.append(values)
@@ -311,34 +312,30 @@ class LocalTrainer:
         )
 
     def _step(
-        self, batch: TokenBatch, inputs: TokenInputs, *, updates: bool
+        self, batch: TokenBatch, inputs: TokenInputs, *, updates: bool, begun: int
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """One optimizer step: its record, and log-prob and entropy of its tokens. Without `updates` the policy is only
-        scored."""
-        record = {
-            "train/loss": 0.0,
-            "train/grad_norm": 0.0,
+        scored. `begun`: the updates that had been made when the rollout came."""
+        nothing = ("train/loss", "train/grad_norm", "train/num_micro_batches", "train/tflop", "train/num_not_finite")
+        record = dict.fromkeys(nothing, 0.0) | {
             "train/lr-pg_0": self.optimizer.learning_rate,
             "train/step": self.num_steps,
             "train/num_samples": len(batch.samples),
             "train/num_tokens": batch.num_tokens,
-            "train/num_micro_batches": 0,
-            "train/tflop": 0.0,
             "train/num_skipped_steps": 1,
-            "train/num_not_finite": 0,
         }
         nothing_R = torch.empty(0, device=self.device)
         if batch.num_tokens == 0:
             return record, {"log_probs": nothing_R, "entropy": nothing_R}
         try:
-            return self._update(batch, inputs, record, updates=updates)
+            return self._update(batch, inputs, record, updates=updates, begun=begun)
         except NotFiniteError as error:
             self._skip(error, "the optimizer step is skipped")
             record["train/num_not_finite"] = max(len(error.samples), 1)
             return record, {"log_probs": nothing_R, "entropy": nothing_R}
 
     def _update(
-        self, batch: TokenBatch, inputs: TokenInputs, record: dict[str, float], *, updates: bool
+        self, batch: TokenBatch, inputs: TokenInputs, record: dict[str, float], *, updates: bool, begun: int
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         weights_R = make_weights(batch.lengths_S, batch.samples, self.config, reducer=self._hooks.reducer)
         if self.critic is not None:
@@ -346,13 +343,13 @@ class LocalTrainer:
         learning = self._learning(inputs) if updates else []
         watched = sorted(set(range(len(batch.samples))) - set(learning))
         packed = self._pack(batch, learning, learns=True) + self._pack(batch, watched, learns=False)
-        work = StepWork(batch, packed, inputs, weights_R)
+        work = StepWork(batch, packed, inputs, weights_R, is_first=self.optimizer.num_updates == begun)
         with self._timers.span("actor_train"):
             result = self._learner.step(work, updates=updates)
         passes = 3 if self.model.lora is None else 2  # frozen weights need no gradient
         record = record | loss_metrics(result.loss_values, weights_R, batch)
-        if batch.rollout_log_probs_R is not None:
-            record |= gap_metrics(self._learner.trainer_log_probs(work, result), batch.rollout_log_probs_R, weights_R)
+        if (both := self._learner.comparable_log_probs(work, result)) is not None:
+            record |= gap_metrics(*both, weights_R)
         record |= {
             "train/grad_norm": result.grad_norm,
             "train/num_micro_batches": len(packed),

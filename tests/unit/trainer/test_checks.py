@@ -67,6 +67,19 @@ def test_field_note_20_the_gap_is_measured_and_stops_a_run_that_drifts(make_mode
     assert all(torch.equal(before[name], tensor) for name, tensor in strict.model.state_dict().items())
 
 
+@pytest.mark.parametrize("flags", [{}, {"use_rollout_logprobs": True}], ids=["own", "the engine's"])
+def test_what_the_steps_of_a_rollout_change_is_no_gap(make_model, make_config, make_samples, flags) -> None:
+    config = make_config(max_logprob_gap=0.01, lr=0.3, global_batch_size=6, **flags)
+    trainer = LocalTrainer(make_model(), None, config, total_steps=4)
+    first, *later = trainer.train(on_policy(trainer.model, make_samples()), rollout_id=0, weight_version=0).steps
+    gap = "train/train_rollout_logprob_abs_diff"
+    assert first[gap] < 1e-4 and later and all(step.get(gap, 0.0) < 1e-4 for step in later)
+    assert max(abs(step["train/ppo_kl"]) for step in later) > 0.01, "the weights have moved by more than the limit"
+    apart = on_policy(make_model(), make_samples(), offset=0.5)
+    with pytest.raises(TrainError, match=r"more than --max-logprob-gap 0.01"):
+        LocalTrainer(make_model(), None, config, total_steps=4).train(apart, rollout_id=0, weight_version=0)
+
+
 def test_the_default_limit_catches_another_temperature(make_model, make_config, make_samples) -> None:
     """An engine that draws at temperature 0.25 while the trainer scores at 1."""
     cold = make_model()
