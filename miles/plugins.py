@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from miles.errors import PluginError
@@ -93,15 +93,19 @@ def describe_error(error: BaseException, *, function: Callable[..., Any] | None 
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
-    """File that defines the function; None for builtins."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code.co_filename if code is not None else None
+    """File that defines the function, or the method that a class or an object is called by; None for builtins."""
+    return getattr(_code(function), "co_filename", None)
 
 
 def locate(function: Callable[..., Any]) -> str:
     """`my_reward.py:10`, where the function is defined; its name when it is a builtin or an object."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = _code(function)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    method = getattr(function, "__init__" if inspect.isclass(function) else "__call__", None)
+    return getattr(inspect.unwrap(function), "__code__", None) or getattr(method, "__code__", None)
 
 
 def _is_own_frame(filename: str) -> bool:
@@ -109,10 +113,12 @@ def _is_own_frame(filename: str) -> bool:
 
 
 def _for_future(error: BaseException) -> BaseException:
-    """The error, or one in its place that a future can hold: a `StopIteration` would never reach who waits."""
-    if not isinstance(error, StopIteration):
+    """The error, or one in its place that reaches the one who waits: a `StopIteration` would not, and what is no
+    `Exception` would end a thread, or look as if the wait was cancelled."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError("it raised StopIteration").with_traceback(error.__traceback__)
+    text = f"called sys.exit({error.code})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+    return RuntimeError(f"it {text}").with_traceback(error.__traceback__)
 
 
 async def call_apart(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -175,6 +181,7 @@ class HookThread:
                     raise HookTimeoutError
             finally:
                 self._queued.pop(call.turn, None)
+                call.outcome.cancel()  # nobody waits for it any more
                 running.cancel()
 
     async def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -210,22 +217,18 @@ class _HookCall:
         try:
             value = self._function(*self._arguments)
             value = await value if inspect.isawaitable(value) else value
-        except Exception as error:  # not caught here: the caller raises it
+        except BaseException as error:  # not caught here: the caller raises it
             self._settle(None, _for_future(error))
-        except SystemExit as error:
-            exited = RuntimeError(f"it called sys.exit({error.code})").with_traceback(error.__traceback__)
-            self._settle(None, exited)
         else:
             # at once, and not through this loop, which may have to run other plain functions first
             self._settle(value, None)
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
         def settle() -> None:
-            if self.outcome.done():
-                return
-            if error is None:
-                self.outcome.set_result(value)
-            else:
+            if error is not None and not self.outcome.done():
                 self.outcome.set_exception(error)
+            elif not self.outcome.done():
+                self.outcome.set_result(value)
 
-        self._caller.call_soon_threadsafe(settle)
+        if not self.outcome.done():
+            self._caller.call_soon_threadsafe(settle)

@@ -91,6 +91,11 @@ class SamplingParams:
     num_top_log_probs: int = 0  # also return this many most likely ids of each token with their log-probs
     skip_special_tokens: bool = True  # leave special tokens out of the text of the answer
 
+    def __post_init__(self) -> None:
+        given: Any = self.stop
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise TypeError(f"stop must be a list of texts, not {given!r:.60}")
+
     @property
     def cuts_tokens(self) -> bool:
         """Whether some tokens may never be drawn. No for greedy answers: the most likely token survives every cut."""
@@ -144,35 +149,28 @@ class Generator(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that the next token is drawn with."""
-        ...
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests in order. Admission depends on this order and on engine steps only."""
-        ...
 
     async def results(self) -> list[GenerationResult]:
         """Wait for the next finished answers; at least one. Raises `EngineError` when the engine has died."""
-        ...
 
     def abort(self, request_ids: Iterable[int] | None = None) -> None:
         """Stop these requests, or all; each still gets a result, with finish reason `abort`."""
-        ...
 
     def pause(self, mode: str = "retract") -> None:
         """Stop between two steps: `abort` ends all requests, `retract` recomputes them later, `in_place` keeps
         their cache. Returns when no step is running."""
-        ...
 
     def resume(self) -> None: ...
 
     def release_memory(self, tags: Iterable[str]) -> dict[str, int]:
         """Give memory back by tag (`kv_cache`, `weights`, `cuda_graph`); the bytes of each. Requests in flight are
         retracted and, like new ones, wait for `resume_memory`. Weights that a trainer uses too stay: 0 bytes."""
-        ...
 
     def resume_memory(self, tags: Iterable[str]) -> None:
         """Take released memory back and go on."""
-        ...
 
     def close(self) -> None: ...
 
@@ -214,15 +212,12 @@ class Trainer(Protocol):
 
     def save(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Tensors by file stem (`model`, `optimizer`) and a JSON state (step count, schedule, RNG)."""
-        ...
 
     def load(self, tensors: dict[str, dict[str, Any]], state: dict[str, Any]) -> None:
         """Copy a saved state in place: no parameter moves."""
-        ...
 
     def offload(self) -> None:
         """Move to the host what only an update needs. No parameter moves."""
-        ...
 
     def onload(self) -> None: ...
 
@@ -232,11 +227,9 @@ class DataSource(Protocol):
 
     def next(self, count: int) -> list[list[Sample]]:
         """The next `count` groups; passes into a new epoch when one ends."""
-        ...
 
     def note(self, groups: Iterable[tuple[Sample, float]]) -> None:
         """How often the answers to these prompts were right: a sample of each group, and its share of right answers."""
-        ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

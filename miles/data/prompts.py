@@ -11,7 +11,7 @@ from typing import Any
 
 from miles.config.hook_section import HookConfig
 from miles.config.sections import DataConfig
-from miles.data.rows import BATCH_ROWS, BadRows, Row, missing_column, stream_rows
+from miles.data.rows import BATCH_ROWS, BadRows, Row, column, stream_rows
 from miles.data.store import store_for
 from miles.errors import DataError, PluginError
 from miles.observe.log import get_logger
@@ -21,6 +21,8 @@ from miles.types import Sample
 
 logger = get_logger(__name__)
 
+# What a run itself keeps in the metadata of a sample.
+NOTES = ("start_rollout_id", "num_turns", "turn_start", "tool_time_s", "raw_accuracy", "watch_reward")
 # What is wrong with a label, given the row's metadata; None when answers can be graded with it.
 LabelCheck = Callable[[Any, dict[str, Any]], str | None]
 
@@ -152,9 +154,7 @@ def _is_unicode(text: str) -> bool:
 
 def read_content(row: Row, key: str, *, flag: str) -> str | list[dict[str, Any]]:
     """A text that is not blank, or a list of messages, from column `key`. `DataError` says what else it is."""
-    if key not in row:
-        raise DataError(missing_column(key, row, flag=flag))
-    content = row[key]
+    content = column(key, row, flag=flag)
     if isinstance(content, str):
         if not content.strip():
             raise DataError(f"its prompt {key!r} is empty")
@@ -172,21 +172,19 @@ def read_content(row: Row, key: str, *, flag: str) -> str | list[dict[str, Any]]
 def read_label(row: Row, key: str | None, *, flag: str) -> Any:
     if key is None:
         return None
-    if key not in row:
-        raise DataError(missing_column(key, row, flag=flag))
-    if row[key] is None:
+    if column(key, row, flag=flag) is None:
         raise DataError(f"its label {key!r} is null")
     return row[key]
 
 
 def _read_metadata(row: Row, key: str) -> dict[str, Any]:
-    if key not in row and key != DataConfig.metadata_key:
-        raise DataError(missing_column(key, row, flag="--metadata-key"))
-    metadata = row.get(key)
+    metadata = row.get(key) if key == DataConfig.metadata_key else column(key, row, flag="--metadata-key")
     if metadata is None:
         return {}
     if not isinstance(metadata, dict):
         raise DataError(f"its {key!r} (--metadata-key) is a {type(metadata).__name__}; expected a mapping")
+    if taken := ", ".join(name for name in NOTES if name in metadata):
+        raise DataError(f"its {key!r} (--metadata-key) has {taken}, where a run keeps what it measures; rename that")
     return metadata
 
 
@@ -194,9 +192,7 @@ def read_tools(row: Row, key: str | None) -> list[dict[str, Any]] | None:
     """Tool specifications, as a list or as the JSON text of one (parquet files often hold text)."""
     if key is None:
         return None
-    if key not in row:
-        raise DataError(missing_column(key, row, flag="--tool-key"))
-    tools = row[key]
+    tools = column(key, row, flag="--tool-key")
     if tools is None:
         return None
     if isinstance(tools, str):

@@ -179,6 +179,13 @@ def _read_parquet(path: Path, start: int, stop: int, flag: str) -> Iterator[tupl
             number += batch.num_rows
 
 
+def column(key: str, row: Row, *, flag: str) -> Any:
+    """The value of a column; a `DataError` when there is none."""
+    if key not in row:
+        raise DataError(missing_column(key, row, flag=flag))
+    return row[key]
+
+
 def missing_column(key: str, columns: Iterable[str], *, flag: str) -> str:
     """What to say about a column that is not there: the flag that asked for it and the closest name."""
     names = list(columns)

@@ -173,7 +173,7 @@ def _assemble(
     max_context_len = context_len(config, spec)
     source: PromptSource | MixedSource | HookedSource
     if hooks.source is not None:
-        source = HookedSource(hooks.source, hooks.args, encode=lambda sample: tokenizer.encode(str(sample.prompt)))
+        source = HookedSource(hooks.source, hooks.args, tokenizer)
         if rewards is not None:
             rewards.probe()
     else:

@@ -9,6 +9,7 @@ from statistics import fmean
 from miles.model.flops import forward_flops
 from miles.model.spec import ModelSpec
 from miles.observe.gpu import Rates
+from miles.rollout.metrics import trainable_tokens
 from miles.types import Sample, TrainResult
 
 # Phases that cost nothing with one copy of the weights on one device; logged, since logs are compared by these names.
@@ -34,7 +35,7 @@ def rollout_perf(
 ) -> dict[str, float]:
     """Speed of writing and scoring, on one device."""
     samples = [sample for group in groups for sample in group]
-    trained = [_num_trained(sample) for sample in samples]
+    trained = [0 if sample.remove_sample else trainable_tokens(sample) for sample in samples]
     lengths = [sample.response_length for sample in samples]
     bytes_read = decoding_bytes(samples, num_engine_steps=num_engine_steps, hardware=hardware)
     flops = forward_flops(hardware.spec, [len(sample.tokens) for sample in samples], num_head_tokens=sum(lengths))
@@ -96,9 +97,3 @@ def of_rollout(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     and the number of the last step."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _NO_MEAN.get(name, fmean)([step[name] for step in steps if name in step]) for name in names}
-
-
-def _num_trained(sample: Sample) -> int:
-    if sample.remove_sample:
-        return 0
-    return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)

@@ -163,7 +163,7 @@ def evaluate_if_due(run: Run) -> None:
         return
     with run.timers.span("eval"), _folder_to_evaluate(run) as hf_dir:
         outcome: EvalResult = _answers(run, run.evaluate(run.num_done, hf_dir))
-    if not run.complete(run.hooks.eval_logged(run.num_done, outcome.samples, outcome.metrics)):
+    if not run.complete(run.hooks.eval_logged(run.num_done, {**outcome.samples}, {**outcome.metrics})):
         log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
     logger.info(f"evaluation after {run.num_done} rollouts: {scores or 'skipped by the hook'}")

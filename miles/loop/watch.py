@@ -46,15 +46,12 @@ class Target(Protocol):
 
     def is_running(self) -> bool:
         """Raises `CannotSeeError`."""
-        ...
 
     def look(self, now: float) -> Seen | None:
         """What the log says since the last look; None when it could not be read."""
-        ...
 
     def stop(self) -> None:
         """End the run, gently first."""
-        ...
 
     def pause(self) -> None: ...
 
@@ -62,7 +59,6 @@ class Target(Protocol):
 
     def release_command(self) -> list[str]:
         """A command that resumes the run, for when this process is gone."""
-        ...
 
 
 def watch(

@@ -40,7 +40,6 @@ class SensorError(MilesError):
 class Sensor(Protocol):
     def celsius(self) -> float:
         """The temperature of the hottest GPU. Raises `SensorError`."""
-        ...
 
 
 @dataclass(frozen=True)

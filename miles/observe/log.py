@@ -106,7 +106,7 @@ def fixed(value: float | int) -> str:
 def format_record(kind: str, n: int, metrics: Mapping[str, float]) -> str:
     """`kind n: {'name': number, ...}`. Every name must be in `observe/names.py`."""
     for name in metrics:
-        names.check(name)
+        names.describe(name)
     pairs = ", ".join(f"{name!r}: {fixed(value)}" for name, value in metrics.items())
     return f"{kind} {n}: {{{pairs}}}"
 

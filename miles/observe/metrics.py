@@ -48,7 +48,7 @@ class MetricsWriter:
         last_step = self._last_step.get(kind, -1)
         assert step > last_step, f"{kind} {step} comes after {kind} {last_step}"
         for name, value in metrics.items():
-            names.check(name)
+            names.describe(name)
             assert math.isfinite(value), f"{name} of step {step} is {value}: it must be finite to be recorded"
         _append(self._metrics, {"kind": kind, "step": step, "time": now(), **metrics})
         self._last_step[kind] = step

@@ -48,6 +48,7 @@ _ROLLOUT: dict[str, Metric] = {
     "rollout/weight_version/mixed_version_ratio": Metric("share", "answers written with more than one weight version"),
     "rollout/prefix_cache_hit_rate": Metric("share", "prompt tokens served from the prefix index"),
     "rollout/avg_cached_tokens_per_sample": Metric("tokens", "prompt tokens of an answer served from the prefix index"),
+    "rollout/custom_<name>": Metric("", "a number of --rollout-function-path"),
     "rollout/error_cat/<category>": Metric("share", "answers in this category of the reward"),
     "rollout/dynamic_filter/drop_<reason>": Metric("groups", "groups dropped in this rollout for this reason"),
     "rollout/raw_reward_unfiltered": Metric(
@@ -201,15 +202,13 @@ _PATTERNS = [
 
 
 @functools.cache
+def find(name: str) -> Metric | None:
+    """The metric of this name; None when there is none."""
+    return METRICS.get(name) or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
 def describe(name: str) -> Metric:
     """Unit and meaning of a metric. An unknown name is a mistake of the code that logs it: `AssertionError`."""
-    metric = METRICS.get(name)
-    if metric is None:
-        metric = next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+    metric = find(name)
     assert metric is not None, f"metric {name!r} has no unit and meaning: add it to observe/names.py"
     return metric
-
-
-def check(name: str) -> None:
-    """Assert that a metric is known."""
-    describe(name)

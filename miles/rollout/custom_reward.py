@@ -11,8 +11,9 @@ from miles.config.flags import Args
 from miles.config.sections import RunConfig
 from miles.errors import PluginError, RewardError
 from miles.plugins import HookThread, HookTimeoutError, check_signature, describe_error, load_function, locate
+from miles.rollout.hooks import example_group, problem_of_sample
 from miles.rollout.reward_value import checked_reward
-from miles.types import Sample, SampleStatus
+from miles.types import Sample
 
 FLAG = "--custom-rm-path"
 Scored = float | dict[str, Any] | RewardError
@@ -40,18 +41,12 @@ class CustomReward:
 
     def probe(self, example: Sample | None) -> None:
         """Score one finished sample before anything expensive is loaded: a prompt answered by its own label."""
-        sample = (
-            copy.deepcopy(example) if example is not None else Sample(prompt="What is 1 + 1?", label="2", tokens=[0])
-        )
-        sample.response = "1" if sample.label is None else str(sample.label)
-        sample.group_index, sample.index = max(0, sample.group_index), max(0, sample.index)
-        answer_ids = sample.tokens[-1:]
-        sample.tokens = [*sample.tokens, *answer_ids]
-        sample.response_length = len(answer_ids)
-        sample.loss_mask = [1] * len(answer_ids)
-        sample.rollout_log_probs = [-1.0] * len(answer_ids)
-        sample.weight_versions = [0] * len(answer_ids)
-        sample.status = SampleStatus.COMPLETED
+        (sample,) = example_group((None,), reward_key=None)
+        if example is not None:
+            sample.prompt, sample.label = copy.deepcopy((example.prompt, example.label))
+            sample.metadata = copy.deepcopy(example.metadata)
+            sample.tokens = [*(example.tokens or [0]), *(example.tokens[-1:] or [0])]
+            sample.response = "1" if sample.label is None else str(sample.label)
         try:
             [reward] = asyncio.run(self.score([sample]))
             if isinstance(reward, RewardError):
@@ -104,6 +99,8 @@ class CustomReward:
                 "rewards must come in the order of the samples"
             )
         try:
+            if problem := problem_of_sample(sample, must_have_ended=False):
+                raise RewardError(f"{self._where()} {problem.replace('returned', 'left', 1)} for {who}")
             return checked_reward(reward, reward_key=key, source=self._where(), who=who)
         except RewardError as error:
             return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +46,11 @@ class GenerateState:
         the draws are by key and position, so turns of one text can share it."""
         if not isinstance(sampling_params, SamplingParams):
             sampling_params = SamplingParams(**sampling_params)
+        ids = [*map(operator.index, prompt_ids)]  # raises a TypeError for a text
         key = noise_key
         if key is None:
             key, self._next_key = self._next_key, (self._next_key + 1) % 2**64
-        writing = self._write(prompt_ids, sampling_params, key)
+        writing = self._write(ids, sampling_params, key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(writing, self._loop))
 
     async def _write(self, prompt_ids: Sequence[int], sampling: SamplingParams, key: int) -> GenerationResult:
@@ -145,8 +146,3 @@ class CheckpointEvalFn:
 
     def dispose(self) -> Any:
         """Called once at the end of a run, also of one that fails; may be async."""
-
-
-def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
-    """The settings of an answer as old hooks get them."""
-    return {item.name: getattr(sampling, item.name) for item in dataclasses.fields(sampling)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
+import json
 import math
 import sys
 from collections.abc import Iterable, Sequence, Sized
@@ -18,16 +20,14 @@ from miles.plugins import HookThread, HookTimeoutError, check_signature, describ
 from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub.common_filters import FilterOutput
 from miles.rollout.generate_hub.single_turn import generate
-from miles.rollout.hook_inputs import CheckpointEvalFn, GenerateFnInput, GenerateFnOutput, GenerateState, sampling_dict
-from miles.rollout.hook_table import ARGUMENTS
-from miles.rollout.reward_value import checked_reward
+from miles.rollout.hook_inputs import CheckpointEvalFn, GenerateFnInput, GenerateFnOutput, GenerateState
+from miles.rollout.hook_table import ARGUMENTS, HOOKS
+from miles.rollout.reward_value import checked_reward, plain
 from miles.types import PER_TOKEN, Sample, SampleStatus, SamplingParams, TrainSample
 
 HOOK_TIMEOUT_S = 3600.0
 LET_GO_S = 60.0  # that a hook may take to let go of what is not needed any more
 FAILURE = "failure"  # where the metadata of a failed sample may say why
-_SEVERAL_SIGNATURES = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
-_ENDED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
 # Columns as public Miles names them: three have other names in a `TrainSample`.
 _TRAIN_COLUMNS = {
     **{name: name for name in ("tokens", "raw_reward", "rollout_log_probs", "weight_versions", "truncated")},
@@ -35,20 +35,19 @@ _TRAIN_COLUMNS = {
 }
 _LISTS = {"tokens": int, "loss_mask": int, "rollout_log_probs": float, "weight_versions": int}
 _NUMBERS = {int, float, bool}
+_KINDS = {"status": SampleStatus, "metadata": dict, "response": str, "group_index": int, "index": int}
 
 
 class Hook:
     """One function of the user, plain or async. Whatever it does wrong becomes a `PluginError` with its line."""
 
-    def __init__(self, name: str, path: str, thread: HookThread, arguments: tuple[str, ...] | None = None) -> None:
+    def __init__(self, name: str, path: str, thread: HookThread | None, arguments: tuple[str, ...] = ()) -> None:
+        """Without a `thread` it can be called `at_once` only."""
         self.flag, self.path, self._thread = FLAGS[name].spelling, path, thread
         self.function = load_function(path, flag=self.flag)
-        if name not in _SEVERAL_SIGNATURES:
+        self.reads_folder = inspect.isclass(self.function) and issubclass(self.function, CheckpointEvalFn)
+        if ARGUMENTS[name] != ("input",):  # these can have other signatures too
             check_signature(self.function, *(arguments or ARGUMENTS[name]), path=path, flag=self.flag)
-
-    @property
-    def reads_folder(self) -> bool:
-        return inspect.isclass(self.function) and issubclass(self.function, CheckpointEvalFn)
 
     def check_replacement(self) -> None:
         """Raise `PluginError` unless this function or class can be called as `replace.py` will."""
@@ -64,6 +63,7 @@ class Hook:
 
     async def run(self, function: Any, *arguments: Any) -> Any:
         """Call a function or method of the user in the thread of the hooks."""
+        assert self._thread is not None, "a hook without a thread is called at once"
         try:
             return await self._thread.call(function, *arguments, timeout_s=HOOK_TIMEOUT_S)
         except HookTimeoutError:
@@ -80,21 +80,40 @@ class Hook:
         except TimeoutError:
             raise self.wrong(f"was told that nothing more is needed and did not return within {LET_GO_S:g} s") from None
 
-    def at_once(self, *arguments: Any) -> Any:
-        """Call a plain function where nothing can be awaited."""
+    def at_once(self, function: Any, *arguments: Any) -> Any:
+        """`run` where nothing can be awaited: for plain functions."""
         try:
-            return self.function(*arguments)
+            returned = function(*arguments)
         except Exception as error:  # fault boundary: the user's code can raise anything
-            raise self.wrong(f"failed: {describe_error(error, function=self.function)}") from error
+            raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise self.wrong(f"has the async {function.__name__}; a plain function is needed there")
+        return returned
 
-    def check(self, sample: Any, *, who: str, key: str | None, whole_rollout: bool = False) -> None:
+    def check(self, sample: Any, *, who: str, key: str | None, ended: bool = True, scored: bool = False) -> None:
         """Raise a typed error where something is wrong with a sample that this has returned; arrays in it become lists,
-        and its reward, which only a whole rollout must have, a plain number or a dict with one as `key`."""
-        if problem := problem_of_sample(sample, must_have_ended=not whole_rollout):
+        and its reward, which only one that is `scored` must have, a plain number or a dict with one as `key`."""
+        if problem := problem_of_sample(sample, must_have_ended=ended):
             raise self.wrong(f"{problem} for {who}")
-        if not isinstance(sample.reward, float) and (whole_rollout or sample.reward is not None):
+        if not isinstance(sample.reward, float) and (scored or sample.reward is not None):
             key = key if isinstance(sample.reward, dict) else None
             sample.reward = checked_reward(sample.reward, reward_key=key, source=f"{self.flag} {self.path}", who=who)
+
+    def check_groups(self, groups: Any, *, key: str | None) -> None:
+        """Raise a typed error unless these are the scored groups of a rollout, as this has returned or left them."""
+        if not isinstance(groups, list) or not groups or not all(group and isinstance(group, list) for group in groups):
+            raise self.wrong("must return a list of groups of samples, or leave one, and no group may be empty")
+        for place, group in enumerate(groups):
+            for number, sample in enumerate(group):
+                self.check(sample, who=f"samples[{place}][{number}]", key=key, ended=False, scored=True)
+        self.check_group_indices(groups)
+
+    def check_group_indices(self, groups: list[list[Sample]]) -> None:
+        """Raise `PluginError` where a `group_index` is not that of one group: advantages go by it."""
+        indices = [index for group in groups for index in {sample.group_index for sample in group}]
+        if not len(groups) == len(indices) == len(set(indices)):
+            raise self.wrong(f"gave {len(groups)} groups with group_index {indices}: each must have one of its own")
 
     def wrong(self, problem: str) -> PluginError:
         return PluginError(f"{self.flag} {self.path} {problem}")
@@ -106,46 +125,31 @@ class RolloutHooks:
     def __init__(self, config: RunConfig) -> None:
         self.args = Args(config)
         self._thread = HookThread("rollout-hooks")
-        load, own = self._load, config.hooks
-        self._filter = load("dynamic_sampling_filter_path", config.rollout.dynamic_sampling_filter_path)
-        writer = load("custom_generate_function_path", own.custom_generate_function_path)
-        self._writers: dict[str | None, Hook | None] = {None: writer}  # by `generate_function_path` of a sample
-        load("generate_execute_tool_function_path", own.generate_execute_tool_function_path)
-        agent, self._abort = load("custom_agent_function_path", own.custom_agent_function_path), None
+        names = [kind.name for kind in HOOKS if kind.name in vars(config.hooks)] + ["dynamic_sampling_filter_path"]
+        self._named = {name: self._load(name, getattr(self.args, name)) for name in names}
+        self.filters = self._named["dynamic_sampling_filter_path"] is not None
+        # by `generate_function_path` of a sample
+        self._writers: dict[str | None, Hook | None] = {None: self._named["custom_generate_function_path"]}
+        agent, self._abort = self._named["custom_agent_function_path"], None
         if agent is not None and hasattr(sys.modules[module := agent.path.rpartition(".")[0]], "abort"):
             self._abort = Hook("custom_agent_function_path", f"{module}.abort", self._thread, ("args",))
-        load("session_message_matcher", own.session_message_matcher)
-        load("session_sample_picker_path", own.session_sample_picker_path)
-        load("session_sample_postprocessor_path", own.session_sample_postprocessor_path)
-        self._sample_filter = load("rollout_sample_filter_path", own.rollout_sample_filter_path)
-        self._all_samples = load("rollout_all_samples_process_path", own.rollout_all_samples_process_path)
-        self._post_process = load("custom_reward_post_process_path", own.custom_reward_post_process_path)
-        self._convert = load("custom_convert_samples_to_train_data_path", own.custom_convert_samples_to_train_data_path)
-        self._log = load("custom_rollout_log_function_path", own.custom_rollout_log_function_path)
-        self._eval_log = load("custom_eval_rollout_log_function_path", own.custom_eval_rollout_log_function_path)
-        self._buffer_filter = load("buffer_filter_path", own.buffer_filter_path)
-        self.source = load("data_source_path", own.data_source_path)
-        self.rollout = load("rollout_function_path", own.rollout_function_path)
-        self.evaluation = load("eval_function_path", own.eval_function_path)
+        replacements = ("data_source_path", "rollout_function_path", "eval_function_path")
+        self.source, self.rollout, self.evaluation = (self._named[name] for name in replacements)
         for replacement in filter(None, (self.rollout, self.evaluation)):
             replacement.check_replacement()
 
     def _load(self, name: str, path: str | None) -> Hook | None:
         return None if path is None else Hook(name, path, self._thread)
 
-    @property
-    def filters(self) -> bool:
-        return self._filter is not None
-
     def take_parked(self, parked: list[list[Sample]], count: int) -> list[list[Sample]]:
         """Up to `count` groups, taken out of `parked`."""
-        hook = self._buffer_filter
+        hook = self._named["buffer_filter_path"]
         if hook is None or not parked:
             return take_oldest(parked, count)
         before = {id(group) for group in parked}
-        taken: list[list[Sample]] = hook.at_once(self.args, None, parked, count)
+        taken: list[list[Sample]] = hook.at_once(hook.function, self.args, None, parked, count)
         if not isinstance(taken, list):
-            raise hook.wrong(f"returned a {type(taken).__name__}; expected a list of groups (of a plain function)")
+            raise hook.wrong(f"returned a {type(taken).__name__}; expected a list of groups")
         after = [id(group) for group in (*taken, *parked)]
         if len(taken) > count or len(after) != len(before) or set(after) != before:
             raise hook.wrong(
@@ -156,12 +160,14 @@ class RolloutHooks:
 
     async def drop_reason(self, group: list[Sample]) -> str | None:
         """Why the dynamic filter drops a scored group; None when it is kept."""
-        if self._filter is None:
+        if (hook := self._named["dynamic_sampling_filter_path"]) is None:
             return None
-        verdict = await self._filter(self.args, group)
-        if isinstance(verdict, FilterOutput):
-            return None if verdict.keep else verdict.reason or "unnamed"
-        return None if verdict else "unnamed"
+        verdict = await hook(self.args, group)
+        output = verdict if isinstance(verdict, FilterOutput) else FilterOutput(verdict)
+        if type(keep := plain(output.keep)) not in _NUMBERS:
+            raise hook.wrong(f"returned {verdict!r:.80}; expected True, False or a FilterOutput")
+        hook.check_groups([group], key=self.args.reward_key)
+        return None if keep else str(output.reason or "unnamed").replace("/", "_")
 
     async def write(
         self,
@@ -182,17 +188,17 @@ class RolloutHooks:
         hook = self._writers[path]
         if hook is None:
             return await generate(client, sample, sampling, noise_key=noise_key, max_context_len=max_context_len)
-        if sample.status in _ENDED:
+        if sample.status not in (SampleStatus.PENDING, SampleStatus.ABORTED):
             return None
         state = GenerateState(self.args, client, noise_key=noise_key, max_context_len=max_context_len)
         origin = {name: sample.metadata[name] for name in (ROW, SET) if name in sample.metadata}
         parameters = list(inspect.signature(hook.function).parameters)
         try:
             if len(parameters) >= 3 and parameters[0] != "input":
-                given: list[Any] = [self.args, sample, sampling_dict(sampling)]
+                given: list[Any] = [self.args, sample, dataclasses.asdict(sampling)]
                 output = await hook(*given, *([evaluation] if "evaluation" in parameters else []))
             else:
-                output = await hook(GenerateFnInput(state, sample, sampling_dict(sampling), evaluation))
+                output = await hook(GenerateFnInput(state, sample, dataclasses.asdict(sampling), evaluation))
         finally:
             state.close()
         output = output.samples if isinstance(output, GenerateFnOutput) else output
@@ -216,28 +222,33 @@ class RolloutHooks:
 
     async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
         """The hooks that see a full rollout; they may edit samples in place."""
-        if self._sample_filter is not None:
-            await self._sample_filter(self.args, kept)
-        if self._all_samples is not None:
-            await self._all_samples(self.args, everything, source)
+        given = {"rollout_sample_filter_path": [kept], "rollout_all_samples_process_path": [everything, source]}
+        for name, arguments in given.items():
+            if (hook := self._named[name]) is None:
+                continue
+            if isinstance(await hook(self.args, *arguments), list):
+                raise hook.wrong("returned a list, which nothing reads: it must edit the one that it is given")
+            hook.check_groups(kept, key=self.args.reward_key)
 
     async def to_train(self, samples: list[Sample], converted: list[TrainSample]) -> list[TrainSample]:
         """What the trainer gets: `converted`, unless a hook changes rewards or makes all of it."""
-        if self._convert is not None:
-            return _with_columns(self._convert, await self._convert(self.args, samples), converted)
-        if self._post_process is not None:
-            answer = await self._post_process(self.args, samples)
+        if (hook := self._named["custom_convert_samples_to_train_data_path"]) is not None:
+            return _with_columns(hook, await hook(self.args, samples), converted)
+        if (hook := self._named["custom_reward_post_process_path"]) is not None:
+            answer = await hook(self.args, samples)
             if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-                raise self._post_process.wrong("must return two lists: raw rewards and rewards")
-            return _with_columns(self._post_process, {"raw_reward": answer[0], "rewards": answer[1]}, converted)
+                raise hook.wrong("must return two lists: raw rewards and rewards")
+            return _with_columns(hook, {"raw_reward": answer[0], "rewards": answer[1]}, converted)
         return converted
 
     async def logged(self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
         """Whether a hook has logged the rollout in place of us."""
-        return self._log is not None and bool(await self._log(rollout_id, self.args, samples, metrics, seconds))
+        hook = self._named["custom_rollout_log_function_path"]
+        return hook is not None and bool(await hook(rollout_id, self.args, samples, metrics, seconds))
 
     async def eval_logged(self, rollout_id: int, data: dict[str, Any], metrics: dict[str, float]) -> bool:
-        return self._eval_log is not None and bool(await self._eval_log(rollout_id, self.args, data, metrics))
+        hook = self._named["custom_eval_rollout_log_function_path"]
+        return hook is not None and bool(await hook(rollout_id, self.args, data, metrics))
 
     def probe(self) -> None:
         """Call each hook that needs no engine once. Raises `PluginError`."""
@@ -248,8 +259,8 @@ class RolloutHooks:
             return example_group((0.0, 1.0), reward_key=self.args.reward_key)
 
         await self.drop_reason(group())
-        if self._sample_filter is not None:
-            await self._sample_filter(self.args, [group()])
+        if (hook := self._named["rollout_sample_filter_path"]) is not None:
+            await hook(self.args, [group()])
         rows = [TrainSample([1, 2, 3], 1, [1], reward, reward, 0, i) for i, reward in enumerate((0.0, 1.0))]
         await self.to_train(group(), rows)
 
@@ -263,9 +274,15 @@ def problem_of_sample(sample: Any, *, must_have_ended: bool = True) -> str | Non
         return f"returned a {type(sample).__name__}, not a Sample"
     if must_have_ended and sample.status is SampleStatus.PENDING:
         return "returned a sample whose status is still pending"
-    for name, kind in (("status", SampleStatus), ("metadata", dict), ("response", str)):
-        if not isinstance(given := getattr(sample, name), kind):
+    for name, kind in _KINDS.items():
+        if not isinstance(given := plain(getattr(sample, name)), kind):
             return f"returned a {type(given).__name__} as {name}, which must be a {kind.__name__}"
+        setattr(sample, name, given)
+    try:
+        json.dumps([sample.metadata, sample.label, sample.reward], default=str)
+        sample.response.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"returned metadata, a label, a reward or a response that cannot be stored ({error})"
     return _problem_of_lists(sample)
 
 
@@ -273,22 +290,22 @@ def _problem_of_lists(sample: Sample | TrainSample, given_names: Iterable[str] =
     """What is wrong with the lists of a sample, or None. Those that a hook has given become lists of the sample's own,
     also when they are arrays of some library."""
     for name in given_names:
-        given = _plain(getattr(sample, name))
-        if given is None and name != "tokens":
+        given = plain(getattr(sample, name))
+        if given is None and name != "tokens" and (name != "loss_mask" or isinstance(sample, Sample)):
             continue
         if not isinstance(given, Iterable):
             return f"returned a {type(given).__name__} as {name}, which must be a list of numbers"
         values, kind = [*given], _LISTS[name]
         if not {*map(type, values)} <= {kind}:
-            values = [_plain(value) for value in values]
+            values = [plain(value) for value in values]
             if odd := [x for x in values if type(x) not in _NUMBERS or (kind is int and x % 1 != 0)]:
                 return f"returned {odd[0]!r:.60} in {name}, which must be a list of {'whole ' * (kind is int)}numbers"
             values = [*map(kind, values)]
-        bound = 2 if name == "loss_mask" else 2**31  # of what is stored
-        if kind is int and (largest := max(map(abs, values), default=0)) >= bound:
-            return f"returned {largest!r:.60} in {name}, whose numbers must be below {bound}"
+        low, bound = (0, 2) if name == "loss_mask" else (-(2**31), 2**31)  # of what is stored
+        if kind is int and values and not low <= min(values) <= max(values) < bound:
+            return f"returned {min(values)} to {max(values)} in {name}, whose numbers must be from {low} to {bound - 1}"
         setattr(sample, name, values)
-    length = sample.response_length = _plain(sample.response_length)
+    length = sample.response_length = plain(sample.response_length)
     if not isinstance(length, int) or not 0 <= length < max(1, len(sample.tokens)):
         return f"returned {len(sample.tokens)} tokens with a response_length of {length}"
     for name in PER_TOKEN:
@@ -298,14 +315,9 @@ def _problem_of_lists(sample: Sample | TrainSample, given_names: Iterable[str] =
     return None
 
 
-def _plain(value: Any) -> Any:
-    """An array or one of its entries, of any library, as a list or a number; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _count(values: Any) -> int | str:
     """How many there are, or the words for it where there is no list of them."""
-    return len(plain) if isinstance(plain := _plain(values), Sized) else "no list of"
+    return len(listed) if isinstance(listed := plain(values), Sized) else "no list of"
 
 
 def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[TrainSample]:
@@ -316,17 +328,18 @@ def _with_columns(hook: Hook, columns: Any, rows: list[TrainSample]) -> list[Tra
         if _count(values) != len(rows):
             raise hook.wrong(f"returned {_count(values)} {name} for {len(rows)} samples")
         for row, value in zip(rows, values, strict=True):
-            setattr(row, _TRAIN_COLUMNS[name], _plain(value))
+            setattr(row, _TRAIN_COLUMNS[name], plain(value))
     lists = {_TRAIN_COLUMNS[name] for name in columns}.intersection(_LISTS)
     for row in rows:
-        if not {type(row.reward), type(row.raw_reward)} <= _NUMBERS or not math.isfinite(row.reward):
-            raise hook.wrong(f"gave sample {row.index} the reward {row.reward} and the raw reward {row.raw_reward}")
+        numbers = {name: getattr(row, name) for name in ("reward", "raw_reward", "truncated")}
+        if not {*map(type, numbers.values())} <= _NUMBERS or not math.isfinite(row.reward):
+            raise hook.wrong(f"gave sample {row.index} {numbers}; expected finite numbers")
         if problem := _problem_of_lists(row, lists):
             raise hook.wrong(f"{problem} for sample {row.index}")
     return rows
 
 
-def example_group(rewards: Sequence[float], *, reward_key: str | None) -> list[Sample]:
+def example_group(rewards: Sequence[float | None], *, reward_key: str | None) -> list[Sample]:
     """A small scored group as hooks will see them."""
     return [
         Sample(

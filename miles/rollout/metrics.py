@@ -83,7 +83,7 @@ def _weight_versions(samples: Sequence[Sample]) -> dict[str, float]:
 def _prefix_hits(samples: Sequence[Sample]) -> dict[str, float]:
     num_cached = sum(sample.cached_tokens for sample in samples)
     return {
-        "rollout/prefix_cache_hit_rate": num_cached / sum(sample.prompt_length for sample in samples),
+        "rollout/prefix_cache_hit_rate": num_cached / max(1, sum(sample.prompt_length for sample in samples)),
         "rollout/avg_cached_tokens_per_sample": num_cached / len(samples),
     }
 

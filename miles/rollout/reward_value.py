@@ -11,15 +11,9 @@ from miles.types import Sample
 RAW_ACCURACY = "raw_accuracy"  # where the metadata of a sample keeps the first part of a weighted sum
 
 
-def problem_of(value: Any) -> str | None:
-    """What is wrong with one number from a reward; None when it is a finite number."""
-    if not isinstance(value, SupportsFloat):
-        return "None" if value is None else f"the {type(value).__name__} {value!r:.60}"
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, for example
-        return f"the {type(value).__name__} {value!r:.60}"
-    return None if math.isfinite(number) else str(number)
+def plain(value: Any) -> Any:
+    """An array or one of its entries, of any library, as a list or a number; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str) -> float | dict[str, Any]:
@@ -28,7 +22,7 @@ def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str
     if not isinstance(reward, dict):
         if reward_key is not None:
             raise RewardError(f"{source} returned {reward!r:.60} for {who}; --reward-key {reward_key} asks for a dict")
-        return _plain_number(reward, source=source, who=who)
+        return checked_number(reward, source=source, who=who)
     if reward_key is None:
         raise RewardError(
             f"{source} returned a dict for {who}; say with --reward-key which of {', '.join(map(str, reward))} is "
@@ -39,16 +33,22 @@ def checked_reward(reward: Any, *, reward_key: str | None, source: str, who: str
             f"{source} returned a dict without {reward_key!r} (--reward-key) for {who}; it has "
             f"{', '.join(map(str, reward)) or 'nothing'}"
         )
-    number = _plain_number(reward[reward_key], source=source, who=f"{who}, field {reward_key!r}")
-    return {**reward, reward_key: number}
+    fields = {str(field): plain(value) for field, value in reward.items()}
+    for field in {reward_key, "acc"}.intersection(fields):
+        fields[field] = checked_number(fields[field], source=source, who=f"{who}, field {field!r}")
+    return fields
 
 
-def _plain_number(value: Any, *, source: str, who: str) -> float:
+def checked_number(value: Any, *, source: str, who: str) -> float:
     """As int (for int and bool, where a float holds it exactly) or float, so that numpy and torch scalars do not travel
     on, and that it can be stored."""
-    problem = problem_of(value)
-    if problem is not None:
-        raise RewardError(f"{source} returned {problem} for {who}; expected a finite number")
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, for example
+        number = math.nan
+    if not math.isfinite(number):
+        given = str(value) if value is None or isinstance(value, float) else f"the {type(value).__name__} {value!r:.60}"
+        raise RewardError(f"{source} returned {given} for {who}; expected a finite number")
     return int(value) if isinstance(value, int) and abs(value) <= 2**53 else float(value)
 
 

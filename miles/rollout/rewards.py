@@ -70,9 +70,6 @@ class RewardRunner:
         return self._label_problem if self._builtin else None
 
     def _label_problem(self, label: Any, metadata: dict[str, Any]) -> str | None:
-        own = metadata.get("rm_type", "")
-        if not isinstance(own, str):
-            return f"metadata rm_type is a {type(own).__name__}; expected the name of a reward"
         try:
             rewards = [] if self._custom is not None else [self.builtin_for(metadata)]
         except ConfigError as error:
@@ -84,7 +81,8 @@ class RewardRunner:
     def builtin_for(self, metadata: dict[str, Any]) -> BuiltinReward:
         """The built-in reward of a row."""
         spec = metadata.get("rm_type", self._settings.rm_type)
-        assert isinstance(spec, str), "the type of the data's rm_type is checked with its label"
+        if not isinstance(spec, str):  # as a hook can leave it; that of the data is checked with its label
+            raise ConfigError(f"expected the name of a reward as metadata rm_type, not {spec!r:.60}")
         return self._load(spec)
 
     def probe(self, example: Sample | None = None) -> None:

@@ -104,7 +104,7 @@ def duplicates_above_chance(groups: Iterable[Sequence[Sample]]) -> str | None:
         counts = Counter(tuple(sample.tokens[sample.prompt_length :]) for sample in drawn)
         num_equal += sum(math.comb(count, 2) for count in counts.values())
         num_pairs = math.comb(len(drawn), 2)
-        chance = statistics.fmean(math.exp(math.fsum(sample.rollout_log_probs or ())) for sample in drawn)
+        chance = statistics.fmean(math.exp(min(0.0, math.fsum(s.rollout_log_probs or ()))) for s in drawn)
         expected += num_pairs * chance
         variance += num_pairs * num_pairs * chance
         num_answers += len(drawn)

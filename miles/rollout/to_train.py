@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from miles.rollout.reward_value import reward_value, reward_values
 from miles.types import PER_TOKEN, Sample, SampleStatus, TrainSample
 
+_SAME = ("tokens", "response_length", "group_index", "index", *PER_TOKEN[1:])  # what a trainer takes as it is
+
 
 def to_train_samples(groups: Iterable[Iterable[Sample]], *, reward_key: str | None = None) -> list[TrainSample]:
     """One `TrainSample` per answer, in the order of the groups. A removed sample keeps its place, masked out."""
@@ -21,18 +23,10 @@ def _to_train(sample: Sample, reward_key: str | None) -> TrainSample:
         assert fits, f"sample {sample.index}: {name} has another length"
     reward = float(reward_value(sample, reward_key))
     return TrainSample(
-        tokens=sample.tokens,
-        response_length=sample.response_length,
+        **{name: getattr(sample, name) for name in _SAME},
         loss_mask=[0] * sample.response_length if sample.remove_sample else mask,
         reward=reward,
         raw_reward=reward,
-        group_index=sample.group_index,
-        index=sample.index,
-        rollout_log_probs=sample.rollout_log_probs,
-        weight_versions=sample.weight_versions,
         truncated=sample.status is SampleStatus.TRUNCATED,
-        kept_token_ids=sample.kept_token_ids,
-        top_token_ids=sample.top_token_ids,
-        top_log_probs=sample.top_log_probs,
         rewards=reward_values(sample),
     )

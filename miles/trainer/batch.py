@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.errors import NotFiniteError
+from miles.errors import NotFiniteError, TrainError
 from miles.model.context import ForwardContext, on_device, packed_context
 from miles.ops.logprob import KeptIds
 from miles.plan.memory import MICRO_BATCH_COST
@@ -175,7 +175,8 @@ def _trained(sample: TrainSample, values: list[Any] | None, what: str) -> list[A
     """The entries of a list over the response that belong to trained tokens."""
     if not any(sample.loss_mask):
         return []
-    assert values is not None, f"sample {sample.index} has no {what}, others have"
+    if values is None:
+        raise TrainError(f"sample {sample.index} has no {what}, others have; a hook must give them to all or to none")
     assert len(values) == sample.response_length, f"sample {sample.index}: {what} and response differ in length"
     if all(sample.loss_mask):
         return values

@@ -60,7 +60,7 @@ def _load_loss(path: str, config: RunConfig) -> LossFunction:
     args = Args(config)
 
     def loss(log_probs_R: Tensor, entropy_R: Tensor, inputs: TokenInputs, _: AlgorithmConfig) -> dict[str, Tensor]:
-        returned = function(args, log_probs_R, entropy_R, inputs)
+        returned = _call(function, args, log_probs_R, entropy_R, inputs, path=path, flag=LOSS_FLAG)
         values = dict(returned) if isinstance(returned, dict) else {"loss": returned}
         for name, value_R in values.items():
             if not isinstance(value_R, Tensor) or value_R.shape != log_probs_R.shape:
@@ -75,8 +75,7 @@ def _load_loss(path: str, config: RunConfig) -> LossFunction:
 
     log_probs_R = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     entropy_R = torch.tensor([0.5, 0.6, 0.7], requires_grad=True)
-    value_R = _try(loss, log_probs_R, entropy_R, _example(), config.algorithm, path=path, flag=LOSS_FLAG)["loss"]
-    if not value_R.requires_grad:
+    if not loss(log_probs_R, entropy_R, _example(), config.algorithm)["loss"].requires_grad:
         raise PluginError(f"{LOSS_FLAG} {path}: the loss has no gradient; it must be made from log_probs or entropy")
     return loss
 
@@ -92,17 +91,10 @@ def _load_correction(path: str, args: Args) -> CustomCorrection:
 
     def correct(pg_loss_R: Tensor, old_R: Tensor, rollout_R: Tensor, lengths_S: Tensor) -> dict[str, Tensor]:
         lengths = lengths_S.tolist()
-        new_loss_R, masks, metrics = function(
-            args=args,
-            pg_loss=pg_loss_R,
-            train_log_probs=list(old_R.split(lengths)),
-            rollout_log_probs=list(rollout_R.split(lengths)),
-            loss_masks=[torch.ones(length, device=old_R.device) for length in lengths],
-            total_lengths=lengths,
-            response_lengths=lengths,
-            parallel_state=None,
-            max_seq_lens=None,
-        )
+        masks = [torch.ones(length, device=old_R.device) for length in lengths]
+        log_probs = list(old_R.split(lengths)), list(rollout_R.split(lengths))
+        given = zip(TIS_ARGUMENTS, (args, pg_loss_R, *log_probs, masks, lengths, lengths, None, None), strict=True)
+        new_loss_R, masks, metrics = _call(function, path=path, flag=TIS_FLAG, **dict(given))
         values = {f"custom_{name}": value_R for name, value_R in metrics.items()}
         for name, value_R in {"pg_loss": new_loss_R, **values}.items():
             if value_R.shape != pg_loss_R.shape:
@@ -113,7 +105,7 @@ def _load_correction(path: str, args: Args) -> CustomCorrection:
     rollout_R, lengths_S = example.rollout_log_probs_R, example.lengths_S
     assert rollout_R is not None and lengths_S is not None, "the example has both"
     pg_loss_R = -example.advantages_R.clone().requires_grad_()
-    _try(correct, pg_loss_R, rollout_R + 0.1, rollout_R, lengths_S, path=path, flag=TIS_FLAG)
+    _call(correct, pg_loss_R, rollout_R + 0.1, rollout_R, lengths_S, path=path, flag=TIS_FLAG)
     return correct
 
 
@@ -123,7 +115,7 @@ def _load_reducer(path: str, config: RunConfig) -> Reducer:
     check_signature(reducer, *given, path=path, flag=REDUCER_FLAG)
     samples = [TrainSample([1] * (n + 2), n, [1] * n, 0.0, 0.0, 0, n) for n in (2, 3)]
     weigh = partial(make_weights, torch.tensor([2, 3]), samples, config, reducer=reducer)
-    _try(weigh, path=path, flag=REDUCER_FLAG)
+    _call(weigh, path=path, flag=REDUCER_FLAG)
     return reducer
 
 
@@ -140,10 +132,10 @@ def _example() -> TokenInputs:
     )
 
 
-def _try(function: Callable[..., Any], *arguments: Any, path: str, flag: str) -> Any:
+def _call(function: Callable[..., Any], *arguments: Any, path: str, flag: str, **named: Any) -> Any:
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except PluginError:
         raise
     except Exception as error:  # fault boundary: this is code of the user, which can raise anything
-        raise PluginError(f"{flag} {path}: failed on an example: {describe_error(error)}") from error
+        raise PluginError(f"{flag} {path}: failed: {describe_error(error, function=function)}") from error

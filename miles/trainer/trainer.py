@@ -101,11 +101,9 @@ class LocalTrainer:
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult:
         """Make the optimizer steps of one rollout. Raises `TrainError` when numbers are not finite or not plausible."""
         versions = {weight_version}.union(*(sample.weight_versions or () for sample in samples))
-        ahead = max(versions)
-        assert ahead <= weight_version, (
-            f"samples {name_samples([s.index for s in samples if ahead in (s.weight_versions or ())])} are of weights "
-            "that do not exist yet"
-        )
+        if (ahead := max(versions)) > weight_version:
+            wrong = [sample.index for sample in samples if ahead in (sample.weight_versions or ())]
+            raise TrainError(f"samples {name_samples(wrong)} are of weights that do not exist yet ({ahead})")
         self._check_samples(samples)
         with self._timers.span("data_preprocess"):
             batch, num_broken = self._batch(canonical_order(samples))
@@ -251,6 +249,9 @@ class LocalTrainer:
         wrong = [s.index for s in samples if any(s.loss_mask) and not 0 <= min(s.tokens) <= max(s.tokens) < size]
         if wrong:  # a GPU would be of no more use
             raise TrainError(f"samples {name_samples(wrong)} have token ids that are not from 0 to {size - 1}")
+        context = self.model.spec.max_position_embeddings
+        if long := [sample.index for sample in samples if len(sample.tokens) > context]:
+            raise TrainError(f"samples {name_samples(long)} have more tokens than the {context} of the model's context")
         cuts = rollout.rollout_top_k > 0 or rollout.rollout_top_p < 1.0 or rollout.rollout_min_p > 0.0
         lacking = [sample.index for sample in samples if sample.kept_token_ids is None and any(sample.loss_mask)]
         if lacking and self.is_policy and (cuts or any(sample.kept_token_ids is not None for sample in samples)):

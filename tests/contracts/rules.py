@@ -75,7 +75,7 @@ FAULT_BOUNDARIES = {
     "loop/worker.py::run_guarded",
     "checkpoint/background.py::_run",
     "engine/local.py::_serve",
-    "trainer/hooks.py::_try",
+    "trainer/hooks.py::_call",
     "rollout/client.py::_dispatch",
     "rollout/custom_reward.py::_call",
     "rollout/hooks.py::run",
@@ -93,6 +93,8 @@ UNSAFE_CALLS = {
     *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
 }
 SANDBOX = "rollout/rm_hub/sandbox/"  # runs the programs that models write, behind the walls of docs/rewards.md
+
+HOOK_READERS = ("rollout/hooks.py", "rollout/generate_hub/agentic_tool_call.py")
 
 METRIC = re.compile(r"(rollout|train|perf|eval|passrate)/[\w@][\w@/-]*")
 WORKPLACE = re.compile(r"(?<![\w.-])/(work|opt/wheels|opt/pypi)\b")
@@ -299,11 +301,14 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, list[str]]]:
 
 
 def flags_are_read(package: Path, *, flags: Iterable[str]) -> Iterator[str]:
-    """A flag that nothing outside `config/` reads does nothing, whatever its help says."""
+    """A flag that nothing outside `config/` reads does nothing, whatever its help says. The functions of the user are
+    read by the name of their flag."""
     read: set[str] = set()
     for module in modules(package):
         if module.home != "config":
             read |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+        if module.path in HOOK_READERS:
+            read |= {node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant)}
     for flag in flags:
         if flag not in read:
             yield f"{flag}: no file reads this flag"

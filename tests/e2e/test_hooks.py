@@ -1,6 +1,7 @@
 """Every example of docs/hooks.md, in whole runs."""
 
 import re
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
@@ -90,6 +91,17 @@ def test_second_examples_run(miles):
     assert max(lengths[0]) <= 5 < max(lengths[1])
     assert [record["eval/elsewhere"] for record in records(miles.run, "eval")] == [1.0, 1.0]
     assert ended.out.count("the run has ended\n") == 1 and not (miles.run / "eval_hf").exists()
+
+
+def test_the_data_source_goes_on_in_another_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made, args = {}, SimpleNamespace(n_samples_per_prompt=2)
+    exec(EXAMPLES["data-source-path"], made)
+    first, resumed = made["Sums"](args), made["Sums"](args)
+    first.get_samples(3)
+    first.save(1)
+    resumed.load(1)
+    assert resumed.get_samples(2) == first.get_samples(2)
 
 
 def test_the_command_lists_them(miles):

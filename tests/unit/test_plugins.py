@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -170,6 +171,9 @@ def test_a_stop_iteration_reaches_the_caller() -> None:
         for call in (hooks.call(first, [], timeout_s=20), call_apart(first, [])):
             with pytest.raises(RuntimeError, match="it raised StopIteration"):
                 await asyncio.wait_for(call, timeout=10)
+        for error in (asyncio.CancelledError, KeyboardInterrupt, BaseException):  # a library can raise its own
+            with pytest.raises(RuntimeError, match=f"it raised {error.__name__}"):
+                await asyncio.wait_for(hooks.call(Mock(side_effect=error), timeout_s=20), timeout=10)
 
     asyncio.run(run())
     hooks.close()

@@ -18,7 +18,7 @@ from miles.plugins import call_apart, describe_error, load_function
 from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import NUM_TURNS, TOOL_TIME
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
-from miles.rollout.hooks import FAILURE
+from miles.rollout.hooks import FAILURE, Hook, problem_of_sample
 from miles.rollout.reward_value import checked_reward
 from miles.router.endpoint import Endpoint
 from miles.types import Sample, SampleStatus
@@ -37,9 +37,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     if args.custom_agent_function_path is None:
         raise ConfigError(f"agentic_tool_call.generate needs {AGENT_FLAG}, the program that talks to the model")
     program = load_function(args.custom_agent_function_path, flag=AGENT_FLAG)
-    matcher = args.session_message_matcher
-    matches = None if matcher is None else load_function(matcher, flag="--session-message-matcher")
-    conversations = Conversations(input.state, sample, input.sampling_params, matches)
+    conversations = Conversations(input.state, sample, input.sampling_params, _hook("session_message_matcher", args))
     start, failure, limit = time.perf_counter(), None, asyncio.timeout(args.custom_agent_timeout)
     with _endpoint().session(conversations.answer) as base_url:
         kwargs = {
@@ -62,8 +60,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         sample.metadata[FAILURE] = (failure or "the program asked for no answer") + refusal
         return GenerateFnOutput(sample)
     returned = _checked(returned, reward_key=args.reward_key)
-    rows = _edited(rows, returned, "--session-sample-picker-path", args.session_sample_picker_path, chooses=True)
-    rows = _edited(rows, returned, "--session-sample-postprocessor-path", args.session_sample_postprocessor_path)
+    rows = _edited(rows, returned, _hook("session_sample_picker_path", args), chooses=True)
+    rows = _edited(rows, returned, _hook("session_sample_postprocessor_path", args))
     for row in rows:
         row.metadata |= returned
         row.reward = returned.get("reward", row.reward)
@@ -72,17 +70,21 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     return GenerateFnOutput(rows)
 
 
-def _edited(
-    rows: list[Sample], metadata: dict[str, Any], flag: str, path: str | None, *, chooses: bool = False
-) -> list[Sample]:
+def _hook(name: str, args: Any) -> Hook | None:
+    return None if (path := getattr(args, name)) is None else Hook(name, path, None)
+
+
+def _edited(rows: list[Sample], metadata: dict[str, Any], hook: Hook | None, *, chooses: bool = False) -> list[Sample]:
     """What a hook makes of the conversations; one that `chooses` may only leave some out."""
-    if path is None:
+    if hook is None:
         return rows
-    edited = load_function(path, flag=flag)(list(rows), metadata)
-    if not isinstance(edited, list) or not edited or not all(isinstance(row, Sample) for row in edited):
-        raise ConfigError(f"{flag} {path} must return a list of samples that is not empty")
+    edited = hook.at_once(hook.function, list(rows), metadata)
+    if not isinstance(edited, list) or not edited:
+        raise hook.wrong("must return a list of samples that is not empty")
+    if problem := next(filter(None, map(problem_of_sample, edited)), None):
+        raise hook.wrong(problem)
     if chooses and (len({id(row) for row in edited}) != len(edited) or not {*map(id, edited)} <= {*map(id, rows)}):
-        raise ConfigError(f"{flag} {path} must return some of the samples that it was given, each once")
+        raise hook.wrong("must return some of the samples that it was given, each once")
     return edited
 
 

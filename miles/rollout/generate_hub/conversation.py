@@ -13,14 +13,14 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from miles.errors import DataError, EngineError, RequestError
+from miles.errors import DataError, EngineError, PluginError, RequestError
 from miles.rollout.generate_hub.single_turn import STATUS
 from miles.rollout.hook_inputs import GenerateState
-from miles.rollout.hooks import FAILURE
+from miles.rollout.hooks import FAILURE, Hook
 from miles.text.tokens import TokenLog, following_ids, keeps_thinking
 from miles.text.tools import END_OF_THINKING, tool_calls, without_calls
 from miles.types import FinishReason, GenerationResult, Sample, SampleStatus, SamplingParams
@@ -52,22 +52,23 @@ class Row:
 
 class Conversations:
     """What stands behind the address of a sample. `num_turns` counts what the model wrote, `seconds` when it did,
-    `refusal` says what a request was last refused for. `matches` says whether a message came back as it was."""
+    `refusal` says what a request was last refused for. `matcher` says whether a message came back as it was."""
 
     def __init__(
         self,
         state: GenerateState,
         sample: Sample,
         sampling_params: dict[str, Any],
-        matches: Callable[[Message, Message], Any] | None = None,
+        matcher: Hook | None = None,
     ) -> None:
-        self._state, self._sample, self._matches = state, sample, matches or _same
+        self._state, self._sample = state, sample
+        self._matches = _same if matcher is None else partial(matcher.at_once, matcher.function)
         self._sampling = SamplingParams(**sampling_params)
         self._rows: list[Row] = []
         self.num_turns, self._num_writing, self._seconds, self._since = 0, 0, 0.0, 0.0
         self._lock = threading.Lock()  # a row ends in another thread than it is written in
         self._has_ended = False
-        self._engine_error: EngineError | None = None
+        self._error: EngineError | PluginError | None = None  # that is not the program's
         self.refusal: str | None = None
 
     @property
@@ -103,8 +104,8 @@ class Conversations:
         """The rows, finished: nothing is written to them any more. Raises `EngineError` when the engine has failed."""
         with self._lock:
             self._has_ended = True
-        if self._engine_error is not None:
-            raise self._engine_error
+        if self._error is not None:
+            raise self._error
         for row in self._rows:
             sample = row.sample
             response = sample.tokens[sample.prompt_length :]
@@ -116,7 +117,8 @@ class Conversations:
         messages = _read_messages(body.get("messages"))
         try:
             row, given = self._row_of(messages, body.get("tools") or None)
-        except DataError as error:
+        except (DataError, PluginError) as error:
+            self._error = error if isinstance(error, PluginError) else self._error
             raise RequestError(str(error)) from error
         result = await self._write(row, given, sampling)
         message, calls = _message_of(result.text)
@@ -197,7 +199,7 @@ class Conversations:
         try:
             result = await self._state.generate([*sample.tokens, *given], sampling, noise_key=row.noise_key)
         except EngineError as error:
-            self._engine_error = error
+            self._error = error
             raise RequestError(str(error), status=503) from error
         finally:
             self._note_writing(-1)

@@ -28,7 +28,9 @@ async def generate(
         return None
     drop_stop_beginning(sample, sampling.stop)
     room = min(max_context_len - len(sample.tokens), sampling.max_new_tokens - sample.response_length)
-    assert room > 0, "load_prompts refuses prompts that fill the context, and a full answer is truncated"
+    if room < 1:  # `load_prompts` refuses such prompts, a data source of the user may give one
+        sample.status = SampleStatus.FAILED
+        return f"its {len(sample.tokens)} tokens leave no room for an answer in a context of {max_context_len}"
     sampling = dataclasses.replace(sampling, max_new_tokens=room)
     result = await client.generate(sample.tokens, sampling, noise_key=noise_key)
     sample.tokens = [*sample.tokens, *result.output_ids]

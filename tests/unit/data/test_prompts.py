@@ -68,6 +68,7 @@ def test_parquet_rows_equal_jsonl_rows(tmp_path: Path, tokenizer: Tokenizer) -> 
         ({"input": 5}, {}, "is a int; expected a text or a list of messages"),
         ({"input": [{"role": "user"}]}, {"apply_chat_template": True}, "message 1 of its prompt 'input' has no role"),
         ({"input": [{"role": "user", "content": "a"}]}, {}, "needs --apply-chat-template"),
+        ({"input": "a", "metadata": {"num_turns": 3}}, {}, "has num_turns, where a run keeps what it measures"),
         ({"input": "a", "metadata": "x"}, {}, "'metadata' (--metadata-key) is a str; expected a mapping"),
         ({"input": "a"}, {"metadata_key": "extra"}, "has no column 'extra' (--metadata-key)"),
         ({"input": "a", "tools": "{"}, {"tool_key": "tools"}, "'tools' (--tool-key) is not JSON"),

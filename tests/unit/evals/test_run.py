@@ -67,7 +67,7 @@ def test_sets_are_scored_apart_with_every_metric_named() -> None:
     assert result.metrics["eval/easy/response_len/mean"] == 3.0
     assert result.metrics["eval/easy/num_answers"] == 4.0
     for name in result.metrics:
-        names.check(name)
+        names.describe(name)
     assert [(s.label, s.reward, s.index) for s in result.samples["easy"]] == [
         ("7", 1, 0),
         ("7", 1, 1),

@@ -38,7 +38,7 @@ def test_shares_are_of_the_measured_rates(hardware):
     read = decoding_bytes(groups[0], num_engine_steps=4, hardware=hardware)
     assert perf["perf/rollout_bandwidth_share"] == pytest.approx(read / 2.0 / 1e8)
     for name in perf:
-        names.check(name)
+        names.describe(name)
 
 
 def test_training_speed_counts_what_was_executed(hardware):
@@ -50,7 +50,7 @@ def test_training_speed_counts_what_was_executed(hardware):
     assert (perf["perf/step_time"], perf["perf/wait_time_ratio"]) == (4.0, 0.75)
     assert perf["perf/sleep_time"] == 0.0 and "perf/log_probs_tflops" not in perf
     for name in perf:
-        names.check(name)
+        names.describe(name)
 
 
 def test_a_rollout_without_a_trained_token_has_no_training_speed(hardware):

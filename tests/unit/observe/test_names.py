@@ -26,7 +26,7 @@ def test_known_names_have_a_unit_and_a_meaning(name):
 )
 def test_unknown_names_fail(name):
     with pytest.raises(AssertionError, match="observe/names.py"):
-        names.check(name)
+        names.describe(name)
 
 
 def test_the_most_exact_name_wins():

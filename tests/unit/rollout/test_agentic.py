@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import random
@@ -25,7 +26,7 @@ from miles.rollout.generate_hub import conversation
 from miles.rollout.generate_hub.agentic_tool_call import generate
 from miles.rollout.generate_hub.conversation import Conversations
 from miles.rollout.generate_hub.multi_turn import tool_numbers
-from miles.rollout.hook_inputs import GenerateFnInput, GenerateState, sampling_dict
+from miles.rollout.hook_inputs import GenerateFnInput, GenerateState
 from miles.text.tokenizer import Tokenizer
 from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus, SamplingParams
 from tests.unit.rollout.fake_generator import FakeGenerator
@@ -87,7 +88,9 @@ def write(
         args = Args(with_values(RunConfig(), flags))
         state = GenerateState(args, client, noise_key=7, max_context_len=1000)
         sample = Sample(prompt=prompt, tokens=[5, 6], index=4, label="42", metadata={"level": 1})
-        output = await generate(GenerateFnInput(state, sample, sampling_dict(SamplingParams(max_new_tokens=limit))))
+        output = await generate(
+            GenerateFnInput(state, sample, dataclasses.asdict(SamplingParams(max_new_tokens=limit)))
+        )
         return output.samples if isinstance(output.samples, list) else [output.samples]
 
     PROGRAM.append(program)
@@ -397,7 +400,7 @@ def test_any_number_of_plain_programs_run_at_the_same_time(tokenizer: Tokenizer)
     async def run() -> list[Sample]:
         client = EngineClient(FakeGenerator(Answers(tokenizer, *["one"] * 50)), tokenizer)
         args = Args(with_values(RunConfig(), {"custom_agent_function_path": f"{__name__}.run_program"}))
-        sampling = sampling_dict(SamplingParams(max_new_tokens=50))
+        sampling = dataclasses.asdict(SamplingParams(max_new_tokens=50))
         states = [GenerateState(args, client, noise_key=key, max_context_len=1000) for key in range(50)]
         given = [GenerateFnInput(state, Sample(prompt="hi", tokens=[5]), sampling) for state in states]
         outputs = await asyncio.gather(*(generate(one) for one in given))
@@ -462,7 +465,7 @@ def test_what_a_program_leaves_behind_is_stopped_and_changes_no_row(tokenizer: T
 
         threads: list[threading.Thread] = []
         PROGRAM.append(program)
-        sampling = sampling_dict(SamplingParams(max_new_tokens=50))
+        sampling = dataclasses.asdict(SamplingParams(max_new_tokens=50))
         output = await generate(GenerateFnInput(state, Sample(prompt="hi", tokens=[5]), sampling))
         (row,) = output.samples
         before = list(row.tokens)
@@ -513,7 +516,7 @@ def test_field_note_36_ten_thousand_random_sequences_stay_exact_in_conversations
             state = GenerateState(
                 None, EngineClient(FakeGenerator(answer), tokenizer), noise_key=7, max_context_len=999
             )
-            talk = Conversations(state, Sample(prompt="hi"), sampling_dict(SamplingParams(max_new_tokens=900)))
+            talk = Conversations(state, Sample(prompt="hi"), dataclasses.asdict(SamplingParams(max_new_tokens=900)))
             messages = [HELLO]
             for _ in turns:
                 body = json.loads(json.dumps({"messages": messages}))
@@ -552,7 +555,7 @@ def test_tool_time_is_when_no_turn_is_being_written(tokenizer: Tokenizer, monkey
         generator = FakeGenerator(Answers(tokenizer, "two", "one"), hold=[0, 1])
         args = Args(RunConfig())
         state = GenerateState(args, EngineClient(generator, tokenizer), noise_key=7, max_context_len=1000)
-        talk = Conversations(state, Sample(prompt="hi"), sampling_dict(SamplingParams(max_new_tokens=400)))
+        talk = Conversations(state, Sample(prompt="hi"), dataclasses.asdict(SamplingParams(max_new_tokens=400)))
 
         async def ask() -> asyncio.Task[Any]:
             asking = asyncio.create_task(talk.answer("v1/chat/completions", {"messages": [HELLO]}))
@@ -587,6 +590,10 @@ def twice(samples: list[Sample], metadata: dict[str, Any]) -> list[Sample]:
     return [*samples, *samples]
 
 
+def breaks(*_: Any) -> Any:
+    return 1 / 0
+
+
 def named(samples: list[Sample], metadata: dict[str, Any]) -> list[Sample]:
     for sample in samples:
         sample.metadata["note"] = metadata["note"]
@@ -609,3 +616,7 @@ def test_hooks_of_a_session_match_choose_and_edit(tokenizer: Tokenizer) -> None:
     assert learned(row, tokenizer) == ["two<|im_end|>"] and row.metadata["note"] == "seen"
     with pytest.raises(ConfigError, match="--session-sample-picker-path .* must return some of the samples"):
         write(Answers(tokenizer, "one", "two"), edits, session_sample_picker_path=f"{__name__}.twice")
+    for name in ("session_message_matcher", "session_sample_picker_path", "session_sample_postprocessor_path"):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"{flag} .*breaks failed: .*test_agentic.py:[0-9]+: ZeroDivisionError"):
+            write(Answers(tokenizer, "one", "two"), edits, **{name: f"{__name__}.breaks"})

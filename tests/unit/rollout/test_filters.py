@@ -129,7 +129,7 @@ def test_dropped_groups_are_replaced_counted_by_reason_and_what_is_trained_on_fo
     assert counts["rollout/num_groups_submitted"] == 5.0
     assert buffer.drop_rate == 0.5
     for name in counts:
-        names.check(name)
+        names.describe(name)
 
 
 def test_admission_does_not_depend_on_when_groups_finish() -> None:

@@ -63,4 +63,4 @@ def test_repetition_is_seen_at_the_end_of_long_answers_only() -> None:
 
 def test_every_metric_has_a_unit_and_a_meaning() -> None:
     for name in rollout_metrics([[sample(0.3), sample(0.3)], [sample(1), sample(0)]]):
-        names.check(name)
+        names.describe(name)

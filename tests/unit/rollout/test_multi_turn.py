@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from miles.errors import DataError
 from miles.rollout.client import EngineClient
 from miles.rollout.generate_hub import python_tool
 from miles.rollout.generate_hub.multi_turn import generate, tool_numbers
-from miles.rollout.hook_inputs import GenerateFnInput, GenerateState, sampling_dict
+from miles.rollout.hook_inputs import GenerateFnInput, GenerateState
 from miles.text.tokenizer import Tokenizer, load_tokenizer
 from miles.text.tokens import following_text
 from miles.text.tools import tool_calls
@@ -73,7 +74,7 @@ async def write(
     client = EngineClient(FakeGenerator(answers), tokenizer)
     state = GenerateState(Args(with_values(RunConfig(), flags)), client, noise_key=7, max_context_len=context)
     sample = Sample(tokens=[5, 6, 7], index=0)
-    sampling = sampling_dict(SamplingParams(max_new_tokens=limit))
+    sampling = dataclasses.asdict(SamplingParams(max_new_tokens=limit))
     output = await generate(GenerateFnInput(state, sample, sampling))
     assert output.samples is sample
     return sample
@@ -166,7 +167,7 @@ def test_an_answer_that_was_stopped_in_its_second_turn_goes_on_there(tokenizer: 
         client = EngineClient(FakeGenerator(answer), tokenizer)
         given = GenerateState(Args(with_values(RunConfig(), flags)), client, noise_key=7, max_context_len=1000)
         sample = Sample(tokens=[5, 6, 7], index=0)
-        input = GenerateFnInput(given, sample, sampling_dict(SamplingParams(max_new_tokens=900)))
+        input = GenerateFnInput(given, sample, dataclasses.asdict(SamplingParams(max_new_tokens=900)))
 
         def stop_in_turn_two(request: GenerationRequest) -> GenerationResult:
             result = cut(request)

@@ -5,7 +5,6 @@ import json
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +24,7 @@ from tests.unit.rollout.test_filters import by_prompt, make_producer
 
 
 def cut_off(request: GenerationRequest) -> GenerationResult:
-    kept = [np.array([7, 8], dtype=np.int32)]
-    return GenerationResult(request.request_id, [7], [-0.25], [3], FinishReason.ABORT, kept_token_ids=kept)
+    return GenerationResult(request.request_id, [7], [-0.25], [3], FinishReason.ABORT)
 
 
 def through_a_checkpoint(buffer: GroupBuffer) -> None:

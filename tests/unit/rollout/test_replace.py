@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles.config.flags import with_values
@@ -16,9 +19,11 @@ from miles.rollout.hook_inputs import (
     RolloutFnConstructorInput,
     RolloutFnEvalInput,
     RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
 )
 from miles.rollout.hooks import RolloutHooks
-from miles.rollout.replace import RolloutFunction
+from miles.rollout.replace import HookedSource, RolloutFunction
+from miles.text.tokenizer import Tokenizer
 from miles.types import Sample
 from tests.unit.rollout.fake_generator import FakeGenerator
 
@@ -79,6 +84,14 @@ async def no_samples(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return [[{"reward": 1.0}]]
 
 
+async def one_index(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
+    return [[Sample(reward=1.0)], [Sample(reward=0.0)]]
+
+
+async def own_metric(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> RolloutFnTrainOutput:
+    return RolloutFnTrainOutput([[Sample(reward=1.0)]], {"rollout/custom_x": 1, "mine": 1.0})
+
+
 class Folder(CheckpointEvalFn):
     disposed = 0
 
@@ -127,6 +140,8 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
         ("unknown_version", r"returned None in weight_versions, .* a list of whole numbers for samples\[1\]\[1\]"),
         ("no_samples", r"returned a dict, not a Sample for samples\[0\]\[0\]"),
         ("no_reward", r"returned None for samples\[0\]\[1\]; expected a finite number"),
+        ("one_index", r"gave 2 groups with group_index \[-1, -1\]: each must have one of its own"),
+        ("own_metric", "returned the unknown metric 'mine'; use rollout/custom_<name> or eval/<name>"),
     ],
 )
 def test_what_a_rollout_function_returns_is_checked(name: str, problem: str) -> None:
@@ -157,13 +172,90 @@ def test_a_checkpoint_evaluation_gets_the_folder_and_is_disposed_of(caplog: pyte
     assert Folder.disposed == 1 and "ValueError: nothing to close" in caplog.text
 
 
-class Empty:
+class Given:
+    output: Any = None
+
     def __init__(self, input: RolloutFnConstructorInput) -> None: ...
 
     async def __call__(self, step: Any) -> Any:
-        return RolloutFnEvalOutput({"mine": {"rewards": []}})
+        return Given.output
 
 
-def test_a_set_has_rewards() -> None:
-    with pytest.raises(PluginError, match="returned a set without rewards"):
-        run("Empty", "eval_function_path", lambda function: function.evaluate(0, None))
+@pytest.mark.parametrize(
+    ("data", "metrics", "problem"),
+    [
+        ({"mine": {"rewards": []}}, {}, "returned a set without rewards"),
+        ({"mine": {"rewards": 1.0}}, {}, "returned a set without rewards"),
+        ({"mine": {"rewards": [float("nan")]}}, {}, "returned nan for eval/mine; expected a finite number"),
+        ({"a/b": {"rewards": [1.0]}}, {}, "returned the unknown metric 'eval/a/b'"),
+        (
+            {"mine": {"rewards": [1.0], "samples": [7]}},
+            {},
+            r"returned a int, not a Sample for samples\[0\]",
+        ),
+        ({}, {"x": 1.0}, "returned the unknown metric 'x'"),
+        ([1.0], {}, "must return a RolloutFnEvalOutput or an EvalSkip"),
+    ],
+)
+def test_what_an_evaluation_returns_is_checked(data: Any, metrics: Any, problem: str) -> None:
+    Given.output = RolloutFnEvalOutput(data, metrics)
+    with pytest.raises(MilesError, match=f"--eval-function-path {HERE}Given {problem}"):
+        run("Given", "eval_function_path", lambda function: function.evaluate(0, None))
+
+
+class Source:
+    groups: Any = None
+
+    def __init__(self, args: Any) -> None: ...
+
+    def get_samples(self, count: int) -> Any:
+        return Source.groups
+
+    async def save(self, number: int) -> None: ...
+
+    def load(self, number: int) -> None:
+        raise KeyError(number)
+
+
+def sample(**values: Any) -> Sample:
+    return Sample(**{"prompt": "1+1", "group_index": 0, "index": 0} | values)
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        (None, r"must return 1 lists of samples from get_samples\(1\), not None"),
+        ([[sample()] * 2], r"gave groups\[0\] two samples with the same index"),
+        ([[Sample(prompt="a"), Sample(prompt="b")]], r"gave groups\[0\] two samples with the same index"),
+        ([[sample(), sample(index=1, group_index=1)]], r"gave 1 groups with group_index \[0, 1\]"),
+        ([[sample(index=None)]], "returned a NoneType as index"),
+        ([[{"prompt": "a"}]], "returned a dict, not a Sample"),
+        ([[sample(prompt=5)]], "failed: .*DataError: the chat template cannot render"),
+    ],
+)
+def test_what_a_data_source_gives_is_checked(groups: Any, problem: str, tokenizer: Tokenizer) -> None:
+    Source.groups = groups
+    with hooked_source(tokenizer) as source, pytest.raises(PluginError, match=f"--data-source-path .* {problem}"):
+        source.next(1)
+
+
+def test_a_data_source_can_give_arrays_and_messages(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "1+1"}]
+    Source.groups = [[sample(tokens=np.array([1, 2])), sample(prompt=messages, index=1)]]
+    with hooked_source(tokenizer) as source:
+        ((given, rendered),) = source.next(1)
+        assert given.tokens == [1, 2] and rendered.tokens == tokenizer.encode(tokenizer.render(messages))
+        with pytest.raises(PluginError, match="has the async save; a plain function is needed"):
+            source.state_dict()
+        with pytest.raises(PluginError, match="test_replace.py:[0-9]+: KeyError: 4"):
+            source.load_state_dict({"num_saves": 4})
+
+
+@contextmanager
+def hooked_source(tokenizer: Tokenizer) -> Iterator[HookedSource]:
+    hooks = RolloutHooks(with_values(RunConfig(), {"data_source_path": HERE + "Source"}))
+    assert hooks.source is not None
+    try:
+        yield HookedSource(hooks.source, hooks.args, tokenizer)
+    finally:
+        hooks.close()

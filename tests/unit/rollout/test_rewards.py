@@ -94,6 +94,7 @@ def test_numbers_of_other_libraries_become_plain(custom: Any) -> None:
 
 
 BAD = [
+    ("sample.loss_mask = [1, 1]; return 1", "left 2 loss_mask for 1 tokens for sample 10"),
     ("return None", "returned None for sample 10; expected a finite number"),
     ("return float('nan')", "returned nan for sample 10"),
     ("return float('inf')", "returned inf for sample 10"),

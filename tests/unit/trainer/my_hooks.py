@@ -27,6 +27,12 @@ def raises(args, log_probs, entropy, inputs):
     return inputs.no_such_thing
 
 
+def raises_later(args, log_probs, entropy, inputs):
+    if len(log_probs) > 3:  # more than the example has
+        raise KeyError("later")
+    return -log_probs
+
+
 def wrong_signature(log_probs):
     return log_probs
 

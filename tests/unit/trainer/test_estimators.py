@@ -13,7 +13,7 @@ import torch
 
 from miles.errors import CheckpointError, TrainError
 from miles.model.context import packed_context
-from miles.observe.names import check
+from miles.observe.names import describe
 from miles.ops import logprob
 from miles.trainer.trainer import LocalTrainer
 from miles.types import TrainSample
@@ -113,7 +113,7 @@ def test_packing_changes_nothing_but_rounding(make_trainer, make_rollout, monkey
     for ours, theirs in zip(split.steps, whole.steps, strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-6, abs=1e-6)
         for metric in (*ours, *split.rollout):
-            check(metric)
+            describe(metric)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

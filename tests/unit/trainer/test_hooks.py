@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles.errors import PluginError
-from miles.observe.names import check
+from miles.observe.names import describe
 from miles.trainer.hooks import load_hooks
 from miles.trainer.trainer import LocalTrainer
 
@@ -34,7 +34,7 @@ def test_what_a_custom_loss_returns_besides_is_a_metric(make_model, make_config,
     result = trainer.train(make_samples(), rollout_id=0, weight_version=0)
     assert result.steps[0]["train/custom_twice"] == pytest.approx(2 * result.rollout["rollout/log_probs"], rel=1e-5)
     for name in result.steps[0]:
-        check(name)
+        describe(name)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,13 @@ def test_a_wrong_custom_loss_is_refused_before_the_run(make_config, name: str, m
     with pytest.raises(PluginError, match=message) as caught:
         load_hooks(config)
     assert "--custom-loss-function-path" in str(caught.value)
+
+
+def test_a_custom_loss_that_fails_later_is_named(make_model, make_config, make_samples) -> None:
+    config = make_config(loss_type="custom_loss", custom_loss_function_path=f"{HERE}.raises_later")
+    trainer = LocalTrainer(make_model(), None, config, total_steps=1)
+    with pytest.raises(PluginError, match=r"raises_later: failed: .*my_hooks.py:\d+: KeyError: 'later'"):
+        trainer.train(make_samples(), rollout_id=0, weight_version=0)
 
 
 def test_a_custom_correction_gets_answers_and_changes_the_loss(make_model, make_config, make_samples) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from miles.errors import CheckpointError, TrainError
 from miles.model.context import packed_context
 from miles.model.decoder import Decoder
-from miles.observe.names import check
+from miles.observe.names import describe
 from miles.ops import logprob
 from miles.trainer import losses
 from miles.trainer.advantages import group_relative, standardised
@@ -134,7 +134,7 @@ def test_metrics_of_a_step_with_one_update(make_model, make_config, make_samples
     result = trainer.train(samples, rollout_id=0, weight_version=0)
     step, rollout = result.steps[0], result.rollout
     for name in (*step, *rollout):
-        check(name)
+        describe(name)
     with torch.no_grad():
         model = make_model()
         log_probs, entropies = zip(*(score_alone(model, sample) for sample in samples), strict=True)
@@ -274,7 +274,7 @@ def test_sft_loss_lowers_the_loss_of_the_given_answers(make_model, make_config, 
     assert history[0]["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert history[-1]["train/loss"] < 0.6 * history[0]["train/loss"]
     for name in history[0]:
-        check(name)
+        describe(name)
 
 
 def test_field_note_24_masked_and_empty_answers_change_nothing_for_the_others(
@@ -302,7 +302,14 @@ def test_what_no_model_could_be_trained_on_names_its_samples(make_model, make_co
             trainer.train(samples, rollout_id=0, weight_version=0)
     samples = make_samples(num_groups=1)
     samples[2].weight_versions = [7] * samples[2].response_length
-    with pytest.raises(AssertionError, match=f"samples {samples[2].index} are of weights that do not exist yet"):
+    with pytest.raises(TrainError, match=f"samples {samples[2].index} are of weights that do not exist yet"):
+        trainer.train(samples, rollout_id=0, weight_version=6)
+    samples = make_samples(num_groups=1)
+    samples[2].rollout_log_probs = None
+    with pytest.raises(TrainError, match=f"sample {samples[2].index} has no log-probs, others have; a hook must give"):
+        trainer.train(samples, rollout_id=0, weight_version=6)
+    samples[2].tokens = [1] * 5000 + samples[2].tokens
+    with pytest.raises(TrainError, match=f"samples {samples[2].index} have more tokens than the [0-9]+ of the model"):
         trainer.train(samples, rollout_id=0, weight_version=6)
 
 
@@ -391,7 +398,7 @@ def test_a_step_that_is_not_finite_is_skipped_when_asked_to(
         numbers = [*result.rollout.values(), *(value for step in result.steps for value in step.values())]
         assert all(math.isfinite(number) for number in numbers)
         for name in (name for step in result.steps for name in step):
-            check(name)
+            describe(name)
     (result, num_updates), (alone, _) = outcomes
     assert num_updates == 1
     assert [step["train/num_skipped_steps"] for step in result.steps] == [1, 0]
