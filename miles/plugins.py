@@ -87,14 +87,9 @@ def describe_error(error: BaseException, *, function: Callable[..., Any] | None 
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {last_line}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_own_frame(frame.filename)]
-    users_file = source_file(function) if function is not None else None
+    users_file = getattr(_code(function), "co_filename", None) if function is not None else None
     frames = [frame for frame in frames if frame.filename == users_file] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}: {last_line}" if frames else last_line
-
-
-def source_file(function: Callable[..., Any]) -> str | None:
-    """File that defines the function, or the method that a class or an object is called by; None for builtins."""
-    return getattr(_code(function), "co_filename", None)
 
 
 def locate(function: Callable[..., Any]) -> str:
@@ -104,6 +99,7 @@ def locate(function: Callable[..., Any]) -> str:
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
+    """Of the function, or of the method that a class or an object is called by; None for builtins."""
     method = getattr(function, "__init__" if inspect.isclass(function) else "__call__", None)
     return getattr(inspect.unwrap(function), "__code__", None) or getattr(method, "__code__", None)
 
@@ -168,7 +164,7 @@ class HookThread:
         `timeout_s`; time spent waiting for other calls of this thread does not count."""
         while True:
             loop = self._loop
-            call = _HookCall(function, arguments, is_wanted=lambda: self._loop is loop)  # noqa: B023
+            call = _HookCall(function, arguments)
             running = asyncio.run_coroutine_threadsafe(call.run(), loop)
             self._queued[call.turn] = None
             try:
@@ -200,17 +196,15 @@ class HookThread:
 class _HookCall:
     """One call: made in the caller's event loop, run in the thread of the hooks."""
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, is_wanted: Callable[[], bool]
-    ) -> None:
-        self._function, self._arguments, self._is_wanted = function, arguments, is_wanted
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function, self._arguments = function, arguments
         self._caller = asyncio.get_running_loop()
         self.turn = asyncio.Event()
         self.outcome: asyncio.Future[Any] = self._caller.create_future()
         self.has_begun = False
 
     async def run(self) -> None:
-        if not self._is_wanted():
+        if self.outcome.done():  # given up, or begun again in a new thread
             return
         self.has_begun = True
         self._caller.call_soon_threadsafe(self.turn.set)

@@ -128,8 +128,10 @@ def test_calls_behind_a_hanging_hook_go_on_in_another_thread(kind: str) -> None:
 
     def plain(x: int) -> int:
         called.append(x)
+        if x == 0:
+            time.sleep(0.05)  # the others wait behind it by then
         if x == 1:
-            threading.Event().wait()
+            end.wait()
         return x
 
     async def blocking(x: int) -> int:
@@ -139,9 +141,12 @@ def test_calls_behind_a_hanging_hook_go_on_in_another_thread(kind: str) -> None:
     async def run() -> list[int | BaseException]:
         function = plain if kind == "plain" else blocking
         calls = [hooks.call(function, x, timeout_s=0.2) for x in range(4)]
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=20)
+        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=20)
+        end.set()
+        await asyncio.sleep(0.05)  # the thread that hung comes to the calls behind it
+        return results
 
-    hooks = HookThread("test")
+    hooks, end = HookThread("test"), threading.Event()
     zero, one, *others = asyncio.run(run())
     assert zero == 0
     assert isinstance(one, HookTimeoutError)
