@@ -38,24 +38,25 @@ def unread(config: RunConfig, readers: Mapping[str, tuple[object, str]]) -> Iter
 
 
 def _unread(config: RunConfig) -> Iterator[str]:
-    algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
+    algorithm, estimator, model = config.algorithm, config.algorithm.advantage_estimator, config.model
+    own_loss = algorithm.loss_type == "custom_loss"  # it can read the numbers of the others in its `args`
     ppo = (estimator == "ppo", "it belongs to --advantage-estimator ppo")
     kl_loss, opd = (algorithm.use_kl_loss, "add --use-kl-loss, or leave it out"), (algorithm.use_opd, "add --use-opd")
-    sapo = (algorithm.policy_objective == "sapo", "it belongs to --policy-objective sapo")
-    corrects = algorithm.use_tis or algorithm.off_policy_correction != "none"
-    corrects &= not algorithm.use_rollout_logprobs and algorithm.custom_tis_function_path is None
-    weighs = (corrects, "no --off-policy-correction weighs the tokens")
+    sapo = (own_loss or algorithm.policy_objective == "sapo", "it belongs to --policy-objective sapo")
+    corrects = algorithm.use_tis or algorithm.off_policy_correction != "none" or algorithm.custom_tis_function_path
+    weighs = (corrects and not algorithm.use_rollout_logprobs, "no --off-policy-correction weighs the tokens")
+    refers = reads_reference(algorithm) or model.ref_load == (model.init_from or model.hf_checkpoint)
     critic = [name for name, flag in FLAGS.items() if flag.section == "critic"]
     readers = {
         **dict.fromkeys((*critic, "lambd"), ppo),
         "gamma": (estimator in GROUP_FREE, f"it belongs to --advantage-estimator {' or '.join(GROUP_FREE)}"),
         "overlong_penalty_factor": (algorithm.overlong_buffer_len, "add --overlong-buffer-len"),
-        "custom_loss_function_path": (algorithm.loss_type == "custom_loss", "add --loss-type custom_loss"),
-        "eps_clip_c": (algorithm.policy_objective in CLIPPED, f"{algorithm.policy_objective} has no clip"),
+        "custom_loss_function_path": (own_loss, "add --loss-type custom_loss"),
+        "eps_clip_c": (own_loss or algorithm.policy_objective in CLIPPED, f"{algorithm.policy_objective} has no clip"),
         **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), sapo),
         **dict.fromkeys(("kl_loss_coef", "use_unbiased_kl"), kl_loss),
         **dict.fromkeys(("tis_clip", "tis_clip_low"), weighs),
-        "ref_load": (reads_reference(algorithm), "add --use-kl-loss or --kl-coef; start weights are --init-from"),
+        "ref_load": (refers, "add --use-kl-loss or --kl-coef; start weights are --init-from"),
         "opsm_delta": (algorithm.use_opsm, "add --use-opsm"),
         "score_centering_top_k": (algorithm.use_score_centering, "add --use-score-centering"),
         **dict.fromkeys(("opd_teacher_load", "opd_kl_coef", "opd_log_prob_top_k"), opd),

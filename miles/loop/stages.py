@@ -21,7 +21,7 @@ from miles.config.resolve import identity, identity_diff
 from miles.config.sections import RunConfig
 from miles.data.buffer import GroupBuffer
 from miles.engine.local import LocalEngine
-from miles.errors import CheckpointError, EngineError, RewardError, TrainError
+from miles.errors import CheckpointError, EngineError, PluginError, RewardError, TrainError
 from miles.evals.run import EvalResult
 from miles.loop.numbers import Hardware, of_rollout, rollout_perf, trainer_perf
 from miles.loop.placement import Placement, peak_memory_gb
@@ -221,7 +221,7 @@ def _saving_what_is_done(run: Run) -> Iterator[None]:
     before = run.trainer.num_updates
     try:
         yield
-    except (EngineError, RewardError, TrainError):
+    except (EngineError, PluginError, RewardError, TrainError):
         if run.trainer.num_updates == before:
             save_for_good(run)
         raise
@@ -230,7 +230,7 @@ def _saving_what_is_done(run: Run) -> Iterator[None]:
 def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     """Make the optimizer steps of a rollout."""
     samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
-    samples = run.wait(run.hooks.to_train([sample for group in groups for sample in group], samples))
+    samples = _answers(run, run.hooks.to_train([sample for group in groups for sample in group], samples))
     tags = released_tags(run.config.engine)
     if run.engine is not None and tags:
         with run.timers.span("finalize_and_resume_engines"):

@@ -34,6 +34,7 @@ _TRAIN_COLUMNS = {
     **{"response_lengths": "response_length", "rewards": "reward", "loss_masks": "loss_mask"},
 }
 _LISTS = {"tokens": int, "loss_mask": int, "rollout_log_probs": float, "weight_versions": int}
+_LOST = "returned a list, which nothing reads: it must edit the one that it is given"
 _NUMBERS = {int, float, bool}
 _KINDS = {"status": SampleStatus, "metadata": dict, "response": str, "group_index": int, "index": int}
 
@@ -85,20 +86,25 @@ class Hook:
         try:
             returned = function(*arguments)
         except Exception as error:  # fault boundary: the user's code can raise anything
-            raise self.wrong(f"failed: {describe_error(error, function=function)}") from error
+            text = error if isinstance(error, MilesError) else describe_error(error, function=function)
+            raise self.wrong(f"failed: {text}") from error
         if inspect.iscoroutine(returned):
             returned.close()
-            raise self.wrong(f"has the async {function.__name__}; a plain function is needed there")
+            raise self.wrong(f"has the async {getattr(function, '__name__', function)}; it must be a plain function")
         return returned
 
     def check(self, sample: Any, *, who: str, key: str | None, ended: bool = True, scored: bool = False) -> None:
         """Raise a typed error where something is wrong with a sample that this has returned; arrays in it become lists,
         and its reward, which only one that is `scored` must have, a plain number or a dict with one as `key`."""
+        self.check_values(sample, who=who, ended=ended)
+        if not isinstance(sample.reward, float) and (scored or sample.reward is not None):
+            key, source = key if isinstance(sample.reward, dict) else None, f"{self.flag} {self.path}"
+            sample.reward = checked_reward(sample.reward, reward_key=key, source=source, who=f"the reward of {who}")
+
+    def check_values(self, sample: Any, *, who: str, ended: bool) -> None:
+        """`check` of everything but the reward."""
         if problem := problem_of_sample(sample, must_have_ended=ended):
             raise self.wrong(f"{problem} for {who}")
-        if not isinstance(sample.reward, float) and (scored or sample.reward is not None):
-            key = key if isinstance(sample.reward, dict) else None
-            sample.reward = checked_reward(sample.reward, reward_key=key, source=f"{self.flag} {self.path}", who=who)
 
     def check_groups(self, groups: Any, *, key: str | None) -> None:
         """Raise a typed error unless these are the scored groups of a rollout, as this has returned or left them."""
@@ -224,11 +230,10 @@ class RolloutHooks:
         """The hooks that see a full rollout; they may edit samples in place."""
         given = {"rollout_sample_filter_path": [kept], "rollout_all_samples_process_path": [everything, source]}
         for name, arguments in given.items():
-            if (hook := self._named[name]) is None:
-                continue
-            if isinstance(await hook(self.args, *arguments), list):
-                raise hook.wrong("returned a list, which nothing reads: it must edit the one that it is given")
-            hook.check_groups(kept, key=self.args.reward_key)
+            if (hook := self._named[name]) is not None:
+                if isinstance(await hook(self.args, *arguments), list) and name == "rollout_sample_filter_path":
+                    raise hook.wrong(_LOST)
+                hook.check_groups(kept, key=self.args.reward_key)
 
     async def to_train(self, samples: list[Sample], converted: list[TrainSample]) -> list[TrainSample]:
         """What the trainer gets: `converted`, unless a hook changes rewards or makes all of it."""
@@ -259,8 +264,8 @@ class RolloutHooks:
             return example_group((0.0, 1.0), reward_key=self.args.reward_key)
 
         await self.drop_reason(group())
-        if (hook := self._named["rollout_sample_filter_path"]) is not None:
-            await hook(self.args, [group()])
+        if (hook := self._named["rollout_sample_filter_path"]) and isinstance(await hook(self.args, [group()]), list):
+            raise hook.wrong(_LOST)
         rows = [TrainSample([1, 2, 3], 1, [1], reward, reward, 0, i) for i, reward in enumerate((0.0, 1.0))]
         await self.to_train(group(), rows)
 

@@ -128,12 +128,14 @@ class RolloutFunction:
     def _checked_set(self, name: Any, given: Any) -> dict[str, Any]:
         """What a hook says of an evaluation set, with plain numbers."""
         one: dict[str, Any] = {"rewards": None, "samples": []} | (given if isinstance(given, dict) else {})
-        rewards, samples = plain(one["rewards"]), one["samples"]
-        if not rewards or not isinstance(rewards, (list, tuple)) or not isinstance(samples, list):
+        rewards, samples, key = plain(one["rewards"]), one["samples"], self._hooks.args.reward_key
+        if not rewards or not isinstance(rewards, (list, tuple)) or not isinstance(samples, (list, tuple)):
             raise self._hook.wrong(f"returned a set without rewards, or with samples that are no list: {name!r}")
         for number, sample in enumerate(samples):
             who = f"samples[{number}] of set {name!r}"
-            self._hook.check(sample, who=who, key=self._hooks.args.reward_key, ended=False)
+            self._hook.check_values(sample, who=who, ended=False)
+            if key is not None or not isinstance(sample.reward, dict):  # else its number is in the list only
+                self._hook.check(sample, who=who, key=key, ended=False)
         return one | {"rewards": [self._number(f"eval/{name}", reward) for reward in rewards]}
 
     def _number(self, name: Any, value: Any) -> float:

@@ -55,11 +55,11 @@ class TokenInputs:
 
     def take(self, places_R: Tensor | slice, lengths_S: Tensor | None = None) -> TokenInputs:
         """The inputs of some of the tokens, which are those of answers of these lengths."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths_S"}
-        taken: dict[str, Any] = {
-            n: v[places_R] if isinstance(v, (Tensor, TopLogProbs)) else v for n, v in values.items()
-        }
-        return TokenInputs(**taken, lengths_S=lengths_S)
+        taken: dict[str, Any] = {"lengths_S": lengths_S}
+        for name in (item.name for item in fields(self) if item.name != "lengths_S"):
+            if isinstance(value := getattr(self, name), (Tensor, TopLogProbs)):
+                taken[name] = value[places_R]
+        return replace(self, **taken)
 
     def also_ids(self) -> Tensor | None:
         """Ids at which the loss needs the policy's log-probs, besides the drawn ones."""

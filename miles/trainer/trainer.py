@@ -123,9 +123,9 @@ class LocalTrainer:
         for start, stop in steps:
             part, places = batch.part(start, stop)
             record, values = self._step(part, inputs.take(places, part.lengths_S), updates=updates_policy, begun=begun)
-            self.num_steps += 1
-            records.append(record)
+            records.append({"train/step": self.num_steps + len(records), **record})
             step_scores.append(values)
+        self.num_steps += len(steps)
         records[0] |= checked
         records[0]["train/num_not_finite"] += num_broken
         if self.config.checks.ci_test and not self.config.checks.ci_disable_kl_checker and "train/ppo_kl" in records[0]:
@@ -245,15 +245,15 @@ class LocalTrainer:
         return found if self.num_steps == 0 else {}
 
     def _check_samples(self, samples: Sequence[TrainSample]) -> None:
-        size, rollout = self.model.spec.vocab_size, self.config.rollout
-        wrong = [s.index for s in samples if any(s.loss_mask) and not 0 <= min(s.tokens) <= max(s.tokens) < size]
-        if wrong:  # a GPU would be of no more use
-            raise TrainError(f"samples {name_samples(wrong)} have token ids that are not from 0 to {size - 1}")
-        context = self.model.spec.max_position_embeddings
-        if long := [sample.index for sample in samples if len(sample.tokens) > context]:
+        rollout, trained = self.config.rollout, [s for s in samples if any(s.loss_mask)]
+        last_id, context = self.model.spec.vocab_size - 1, self.model.spec.max_position_embeddings
+        # a GPU would be of no more use after such an id
+        if wrong := [s.index for s in trained if not 0 <= min(s.tokens) <= max(s.tokens) <= last_id]:
+            raise TrainError(f"samples {name_samples(wrong)} have token ids that are not from 0 to {last_id}")
+        if long := [s.index for s in trained if len(s.tokens) > context]:
             raise TrainError(f"samples {name_samples(long)} have more tokens than the {context} of the model's context")
         cuts = rollout.rollout_top_k > 0 or rollout.rollout_top_p < 1.0 or rollout.rollout_min_p > 0.0
-        lacking = [sample.index for sample in samples if sample.kept_token_ids is None and any(sample.loss_mask)]
+        lacking = [sample.index for sample in trained if sample.kept_token_ids is None]
         if lacking and self.is_policy and (cuts or any(sample.kept_token_ids is not None for sample in samples)):
             raise TrainError(
                 f"with top-k, top-p or min-p the engine returned no kept sets for samples {name_samples(lacking)}; "
@@ -320,7 +320,6 @@ class LocalTrainer:
         nothing = ("train/loss", "train/grad_norm", "train/num_micro_batches", "train/tflop", "train/num_not_finite")
         record = dict.fromkeys(nothing, 0.0) | {
             "train/lr-pg_0": self.optimizer.learning_rate,
-            "train/step": self.num_steps,
             "train/num_samples": len(batch.samples),
             "train/num_tokens": batch.num_tokens,
             "train/num_skipped_steps": 1,

@@ -72,6 +72,17 @@ def test_a_step_that_is_not_finite_loses_no_finished_one(tmp_path, critic):
         assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
+def test_a_hook_that_fails_late_loses_no_finished_rollout(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "assert samples[0].group_index < 2, 'third'\n    return [[s.reward for s in samples]] * 2"
+    (tmp_path / "late_hook.py").write_text(f"def f(args, samples):\n    {body}\n")
+    ended = run_fork(tmp_path, sums(tmp_path, custom_reward_post_process_path="late_hook.f"))
+    assert (
+        "--custom-reward-post-process-path late_hook.f failed: " in ended.text and "AssertionError: third" in ended.text
+    )
+    assert list(checkpoints(ended.folder / "checkpoints")) == [1]
+
+
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path):
     first = run_fork(tmp_path, sums(tmp_path, num_rollout=2, lr=1e-2, run_name="first"))
     settings = sums(tmp_path, num_rollout=1, lr=0.0, run_name="second", init_from=str(first.folder))

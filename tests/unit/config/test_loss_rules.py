@@ -70,6 +70,9 @@ def test_rule(change, message):
         {"use_tis": True, "off_policy_correction": "tis", "tis_clip": 3.0, "veto_threshold": 1e-4, "use_opsm": True},
         {"reward_keys": ("a", "b"), "reward_key": "a"},
         {"policy_objective": "gspo", "eps_clip_c": 3.0},
+        {"custom_tis_function_path": "a.b", "off_policy_correction": "none", "tis_clip": 5.0},  # is given `args`
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "eps_clip_c": 3.0, "sapo_tau_neg": 2.0},
+        {"ref_load": GOOD.model.hf_checkpoint},  # the start weights, as without it
         {"tis_clip": 3.0},  # auto corrects as soon as samples are old
     ],
 )

@@ -151,7 +151,7 @@ def write(function: str | None, *, last: str | None = None) -> list[Sample]:
         ("pending", "status is still pending for sample 6"),
         ("short_mask", "returned 2 loss_mask for 1 tokens for sample 6"),
         ("nothing", "returned nothing for sample 6"),
-        ("own_reward", "returned the str 'good' for sample 7; expected a finite number"),
+        ("own_reward", "returned the str 'good' for the reward of sample 7; expected a finite number"),
     ],
 )
 def test_what_a_generate_hook_returns_is_checked(function: str, problem: str) -> None:
@@ -262,7 +262,7 @@ def test_a_hook_can_give_the_trainer_arrays() -> None:
     ("function", "problem"),
     [
         ("takes_none", "returned a NoneType; expected a list of groups"),
-        ("takes_late", "has the async takes_late; a plain function is needed"),
+        ("takes_late", "has the async takes_late; it must be a plain function"),
         ("takes_copies", "must delete from the buffer what it returns"),
     ],
 )
@@ -289,6 +289,10 @@ def chooses(args: Any, groups: list[list[Sample]]) -> list[Any]:
     return groups[:1]
 
 
+def chooses_all(args: Any, all_groups: list[list[Sample]], data_source: Any) -> list[Any]:
+    return all_groups[:1]
+
+
 def test_what_a_sample_filter_leaves_is_checked() -> None:
     def after(function: str) -> list[list[Sample]]:
         hooks = RolloutHooks(with_values(RunConfig(), {"rollout_sample_filter_path": HERE + function}))
@@ -308,6 +312,14 @@ def test_what_a_sample_filter_leaves_is_checked() -> None:
     }.items():
         with pytest.raises(PluginError, match=f"--rollout-sample-filter-path {HERE}{function} .*{problem}"):
             after(function)
+    hooks = RolloutHooks(with_values(RunConfig(), {"rollout_sample_filter_path": HERE + "chooses"}))
+    with pytest.raises(PluginError, match="returned a list, which nothing reads"):
+        hooks.probe()  # before a model is loaded
+    hooks.close()
+    hooks = RolloutHooks(with_values(RunConfig(), {"rollout_all_samples_process_path": HERE + "chooses_all"}))
+    groups = [example_group((0.0, 1.0), reward_key=None)]
+    asyncio.run(hooks.finish(groups, groups, None))  # this one only looks
+    hooks.close()
 
 
 VERDICTS: list[Any] = []

@@ -139,7 +139,7 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
     [
         ("unknown_version", r"returned None in weight_versions, .* a list of whole numbers for samples\[1\]\[1\]"),
         ("no_samples", r"returned a dict, not a Sample for samples\[0\]\[0\]"),
-        ("no_reward", r"returned None for samples\[0\]\[1\]; expected a finite number"),
+        ("no_reward", r"returned None for the reward of samples\[0\]\[1\]; expected a finite number"),
         ("one_index", r"gave 2 groups with group_index \[-1, -1\]: each must have one of its own"),
         ("own_metric", "returned the unknown metric 'mine'; use rollout/custom_<name> or eval/<name>"),
     ],
@@ -203,6 +203,17 @@ def test_what_an_evaluation_returns_is_checked(data: Any, metrics: Any, problem:
         run("Given", "eval_function_path", lambda function: function.evaluate(0, None))
 
 
+def test_samples_of_an_evaluation_are_kept_with_any_reward() -> None:
+    """The numbers are in `rewards`: a dict without a `--reward-key` says which is which to a reader only."""
+    Given.output = RolloutFnEvalOutput({"mine": {"rewards": (1.0,), "samples": (Sample(reward={"acc": 1.0}),)}})
+
+    async def use(function: RolloutFunction) -> None:
+        output = await function.evaluate(0, None)
+        assert isinstance(output, RolloutFnEvalOutput) and output.data["mine"]["samples"][0].reward == {"acc": 1.0}
+
+    run("Given", "eval_function_path", use)
+
+
 class Source:
     groups: Any = None
 
@@ -230,7 +241,7 @@ def sample(**values: Any) -> Sample:
         ([[sample(), sample(index=1, group_index=1)]], r"gave 1 groups with group_index \[0, 1\]"),
         ([[sample(index=None)]], "returned a NoneType as index"),
         ([[{"prompt": "a"}]], "returned a dict, not a Sample"),
-        ([[sample(prompt=5)]], "failed: .*DataError: the chat template cannot render"),
+        ([[sample(prompt=5)]], "failed: the chat template cannot render"),
     ],
 )
 def test_what_a_data_source_gives_is_checked(groups: Any, problem: str, tokenizer: Tokenizer) -> None:
@@ -245,7 +256,7 @@ def test_a_data_source_can_give_arrays_and_messages(tokenizer: Tokenizer) -> Non
     with hooked_source(tokenizer) as source:
         ((given, rendered),) = source.next(1)
         assert given.tokens == [1, 2] and rendered.tokens == tokenizer.encode(tokenizer.render(messages))
-        with pytest.raises(PluginError, match="has the async save; a plain function is needed"):
+        with pytest.raises(PluginError, match="has the async save; it must be a plain function"):
             source.state_dict()
         with pytest.raises(PluginError, match="test_replace.py:[0-9]+: KeyError: 4"):
             source.load_state_dict({"num_saves": 4})

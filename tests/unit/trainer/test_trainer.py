@@ -311,6 +311,8 @@ def test_what_no_model_could_be_trained_on_names_its_samples(make_model, make_co
     samples[2].tokens = [1] * 5000 + samples[2].tokens
     with pytest.raises(TrainError, match=f"samples {samples[2].index} have more tokens than the [0-9]+ of the model"):
         trainer.train(samples, rollout_id=0, weight_version=6)
+    samples[2].loss_mask = [0] * samples[2].response_length
+    trainer.train(samples, rollout_id=0, weight_version=6)
 
 
 def test_rows_of_most_likely_tokens_do_not_run_into_each_other(make_samples) -> None:
@@ -340,18 +342,25 @@ def test_a_step_without_trained_tokens_is_skipped_and_counted(
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_loss_that_is_not_finite_names_the_samples_and_updates_nothing(make_model, make_config, make_samples) -> None:
+@pytest.mark.parametrize("num_masked", [0, 6])
+def test_loss_that_is_not_finite_names_the_samples_and_updates_nothing(
+    make_model, make_config, make_samples, num_masked
+) -> None:
+    """Also where the first of two steps, which has no trained token, has been passed by then."""
     samples = make_samples()
     poisoned = 22
     for sample in samples:
         sample.tokens = [token % poisoned for token in sample.tokens]
     samples[4].tokens[0] = samples[9].tokens[0] = poisoned
+    for sample in samples[:num_masked]:
+        sample.loss_mask = [0] * sample.response_length
+    flags = {"global_batch_size": 6, "use_rollout_logprobs": True, "ci_disable_kl_checker": True} if num_masked else {}
     # Untied, so that the poisoned row reaches only the samples that read it.
-    trainer = LocalTrainer(make_model(tied_head=False), None, make_config(lr=1.0), total_steps=1)
+    trainer = LocalTrainer(make_model(tied_head=False), None, make_config(lr=1.0, **flags), total_steps=1)
     with torch.no_grad():
         trainer.model.embedding.weight[poisoned] = math.nan
     before = copy.deepcopy(trainer.save())
-    with pytest.raises(TrainError, match=r"loss of samples 4, 9 is not finite"):
+    with pytest.raises(TrainError, match=f"loss of samples {'9' if num_masked else '4, 9'} is not finite"):
         trainer.train(samples, rollout_id=0, weight_version=0)
     assert_same_state(trainer.save(), before)
 
