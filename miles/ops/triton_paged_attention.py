@@ -329,7 +329,7 @@ def paged_flash_attention(
     borders of the tiles in row 1.
 
     `log_sums`, not for a decode step: [N, columns] float32, filled with the base-2 log of each row's softmax sum, and
-    [B] int32, the column of the first new token of each sequence; the others follow it.
+    [B] integers, the column of the first new token of each sequence; the others follow it.
 
     The grid depends on shapes only and nothing waits for the device, so a call can be captured in a CUDA graph.
     """
