@@ -39,13 +39,12 @@ class CustomReward:
     def close(self) -> None:
         self._thread.close()
 
-    def probe(self, example: Sample | None) -> None:
+    def probe(self, given: Sample | None) -> None:
         """Score one finished sample before anything expensive is loaded: a prompt answered by its own label."""
         (sample,) = example_group((None,), reward_key=None)
-        if example is not None:
-            sample.prompt, sample.label = copy.deepcopy((example.prompt, example.label))
-            sample.metadata = copy.deepcopy(example.metadata)
-            sample.tokens = [*(example.tokens or [0]), *(example.tokens[-1:] or [0])]
+        if given is not None:
+            sample.prompt, sample.label, sample.metadata = copy.deepcopy((given.prompt, given.label, given.metadata))
+            sample.tokens = [*(given.tokens or [0]), *(given.tokens[-1:] or [0])]
             sample.response = "1" if sample.label is None else str(sample.label)
         try:
             [reward] = asyncio.run(self.score([sample]))

@@ -95,11 +95,13 @@ class Hook:
 
     def check(self, sample: Any, *, who: str, key: str | None, ended: bool = True, scored: bool = False) -> None:
         """Raise a typed error where something is wrong with a sample that this has returned; arrays in it become lists,
-        and its reward, which only one that is `scored` must have, a plain number or a dict with one as `key`."""
+        and its reward, which only one that is `scored` must have, a plain number or a dict with one as `key`. A float
+        that is not finite says that the sample could not be scored."""
         self.check_values(sample, who=who, ended=ended)
-        if not isinstance(sample.reward, float) and (scored or sample.reward is not None):
-            key, source = key if isinstance(sample.reward, dict) else None, f"{self.flag} {self.path}"
-            sample.reward = checked_reward(sample.reward, reward_key=key, source=source, who=f"the reward of {who}")
+        reward, source = sample.reward, f"{self.flag} {self.path}"
+        number, key = (reward.get(key), key) if isinstance(reward, dict) else (reward, None)
+        if (scored or reward is not None) and (not isinstance(number, float) or math.isfinite(number)):
+            sample.reward = checked_reward(reward, reward_key=key, source=source, who=f"the reward of {who}")
 
     def check_values(self, sample: Any, *, who: str, ended: bool) -> None:
         """`check` of everything but the reward."""

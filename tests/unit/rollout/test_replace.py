@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles.config.flags import with_values
+from miles.config.flags import Args, with_values
 from miles.config.sections import RunConfig
 from miles.errors import MilesError, PluginError
 from miles.rollout.client import EngineClient
@@ -23,6 +24,7 @@ from miles.rollout.hook_inputs import (
 )
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.replace import HookedSource, RolloutFunction
+from miles.rollout.reward_value import reward_value
 from miles.text.tokenizer import Tokenizer
 from miles.types import Sample
 from tests.unit.rollout.fake_generator import FakeGenerator
@@ -78,6 +80,10 @@ async def unknown_version(args: Any, rollout_id: int, data_source: Any, evaluati
 
 async def no_reward(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
     return [[Sample(reward=float("nan")), Sample()]]
+
+
+async def unscored(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
+    return [[Sample(reward=float("nan")), Sample(reward={"score": float("nan")})]]
 
 
 async def no_samples(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> list[list[Any]]:
@@ -147,6 +153,15 @@ def test_draws_of_a_rollout_do_not_depend_on_the_ones_before_it() -> None:
 def test_what_a_rollout_function_returns_is_checked(name: str, problem: str) -> None:
     with pytest.raises(MilesError, match=f"--rollout-function-path {HERE}{name} {problem}"):
         run(name, "rollout_function_path", lambda function: function.collect(0))
+
+
+def test_a_reward_that_is_not_finite_says_that_there_is_none() -> None:
+    async def use(function: RolloutFunction) -> None:
+        function._hooks.args = Args(with_values(RunConfig(), {"reward_key": "score"}))
+        ((one, other),) = await function.collect(0)
+        assert math.isnan(reward_value(one, "score")) and math.isnan(reward_value(other, "score"))
+
+    run("unscored", "rollout_function_path", use)
 
 
 def test_every_evaluation_draws_the_same() -> None:
