@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -33,13 +32,10 @@ from miles.types import Sample
 
 TRAIN = "miles.loop.rehearsal.train"
 REQUEST, FIRED = "rehearsal.txt", "rehearsal_fired"
-SLOW_REWARD_S, STANDSTILL_S, CLOCK_JUMP_S = 3.0, 6.0, 3600.0
+SLOW_REWARD_S, STANDSTILL_S, CLOCK_JUMP_S, GRADERS_S = 3.0, 6.0, 3600.0, 60.0
 
 
-class Fault(Protocol):
-    """Makes something go wrong in the rollout that is about to begin, or at once."""
-
-    def __call__(self, run: Run) -> None: ...
+Fault = Callable[[Run], None]  # makes something go wrong in the rollout that is about to begin, or at once
 
 
 def kill_worker(run: Run) -> None:
@@ -52,8 +48,13 @@ def hang(run: Run) -> None:
 
 
 def kill_graders(run: Run) -> None:
-    """The processes that grade: children of the fork server, which is a child of the worker."""
+    """The processes that grade: children of the fork server, which is a child of the worker and needs seconds to import
+    what they run. A run of a moment could end before."""
     for server in psutil.Process().children():
+        end = time.monotonic() + GRADERS_S
+        while not server.children() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(0.5)  # until they have said that they are ready: one that never is ends the pool
         for grader in server.children():
             grader.kill()
 
@@ -61,10 +62,6 @@ def kill_graders(run: Run) -> None:
 def fill_disk(run: Run) -> None:
     nothing_free = shutil.disk_usage("/")._replace(free=0)
     shutil.disk_usage = lambda path: nothing_free
-
-
-def slow_reward(run: Run) -> None:
-    after_rewards(run, lambda groups: time.sleep(SLOW_REWARD_S))
 
 
 def poison_sample(run: Run) -> None:
@@ -118,7 +115,7 @@ FAULTS: dict[str, Fault] = {
     "worker hung": hang,
     "grader killed": kill_graders,
     "disk full": fill_disk,
-    "slow reward": slow_reward,
+    "slow reward": lambda run: after_rewards(run, lambda groups: time.sleep(SLOW_REWARD_S)),
     "poisoned sample": poison_sample,
     "nan gradient": poison_gradient,
     "lost file": lose_file,
