@@ -119,7 +119,7 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"{flag} corrects from the engine's log-probs to the trainer's, which --use-rollout-logprobs leaves "
                 "out: the ratio itself is then the correction"
             )
-        if algorithm.custom_tis_function_path is not None and flag.startswith(("--use-tis", "--off-policy")):
+        if algorithm.custom_tis_function_path is not None and flag.startswith("--off-policy"):
             yield f"{flag} and --custom-tis-function-path both weigh the tokens: give one of them"
     low, high = algorithm.tis_clip_low, algorithm.tis_clip
     if low is not None and high is not None and low > high:

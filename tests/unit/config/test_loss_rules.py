@@ -38,7 +38,7 @@ OPD = {"use_opd": True, "opd_teacher_load": "models/teacher"}
         ({"use_tis": True, "off_policy_correction": "icepop"}, "--use-tis is --off-policy-correction tis"),
         ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis corrects from the engine's log-probs"),
         ({"veto_threshold": 1e-4, "use_rollout_logprobs": True}, "--veto-threshold corrects from the engine's"),
-        ({"use_tis": True, "custom_tis_function_path": "a.b"}, "both weigh the tokens"),
+        ({"off_policy_correction": "tis", "custom_tis_function_path": "a.b"}, "both weigh the tokens"),
         ({"tis_clip": 0.5, "tis_clip_low": 0.9}, "--tis-clip-low 0.9 is above --tis-clip 0.5"),
         ({"use_opd": True}, "--use-opd needs --opd-teacher-load"),
         ({"opd_teacher_load": "models/teacher"}, "--opd-teacher-load would be ignored"),
@@ -71,6 +71,7 @@ def test_rule(change, message):
         {"reward_keys": ("a", "b"), "reward_key": "a"},
         {"policy_objective": "gspo", "eps_clip_c": 3.0},
         {"custom_tis_function_path": "a.b", "off_policy_correction": "none", "tis_clip": 5.0},  # is given `args`
+        {"custom_tis_function_path": "a.b", "use_tis": True},  # as public scripts give both
         {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "eps_clip_c": 3.0, "sapo_tau_neg": 2.0},
         {"ref_load": GOOD.model.hf_checkpoint},  # the start weights, as without it
         {"tis_clip": 3.0},  # auto corrects as soon as samples are old
