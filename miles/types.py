@@ -25,6 +25,12 @@ class SampleStatus(str, enum.Enum):
     FAILED = "failed"
 
 
+# What a run itself keeps in the metadata of a sample: of a conversation; the rollout that began a parked sample, the
+# first part of a weighted sum of rewards, and what the watching reward gave.
+NUM_TURNS, TURN_START, TOOL_TIME = "num_turns", "turn_start", "tool_time_s"
+BEGUN, RAW_ACCURACY, WATCH = "start_rollout_id", "raw_accuracy", "watch_reward"
+NOTES = (BEGUN, NUM_TURNS, TURN_START, TOOL_TIME, RAW_ACCURACY, WATCH)
+
 PER_TOKEN = (  # lists of a sample that cover its response
     *("loss_mask", "rollout_log_probs", "weight_versions"),
     *("kept_token_ids", "top_token_ids", "top_log_probs"),

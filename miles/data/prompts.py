@@ -17,12 +17,10 @@ from miles.errors import DataError, PluginError
 from miles.observe.log import get_logger
 from miles.plugins import load_object
 from miles.text.tokenizer import Tokenizer
-from miles.types import Sample
+from miles.types import NOTES, Sample
 
 logger = get_logger(__name__)
 
-# What a run itself keeps in the metadata of a sample.
-NOTES = ("start_rollout_id", "num_turns", "turn_start", "tool_time_s", "raw_accuracy", "watch_reward")
 # What is wrong with a label, given the row's metadata; None when answers can be graded with it.
 LabelCheck = Callable[[Any, dict[str, Any]], str | None]
 

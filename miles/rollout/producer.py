@@ -23,7 +23,7 @@ from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
 from miles.rollout.reward_value import raw_accuracy, reward_value
 from miles.rollout.rewards import RewardRunner
-from miles.types import Sample, SampleStatus, SamplingParams
+from miles.types import BEGUN, Sample, SampleStatus, SamplingParams
 
 logger = get_logger(__name__)
 
@@ -33,7 +33,6 @@ DROP_RATE_STEP = 0.3  # weight of the last rollout in it; the first one says all
 PRIOR_BATCHES = 2  # that the drop rate so far weighs, against the groups of this rollout
 PARTIAL_SPARE = 1.5  # groups begun for one wanted, with --partial-rollout
 SPARE_DEVIATIONS = 0.8  # and some that may be dropped: what is left over goes on in the next rollout
-BEGUN = "start_rollout_id"  # where the metadata of a parked sample keeps the rollout that began it
 MAX_FAILED_SHARE = 0.1  # of the answers of a rollout; one failed answer is always tolerated
 Progress = Callable[[int, int], None]  # groups finished, groups in all
 

@@ -6,9 +6,7 @@ import math
 from typing import Any, SupportsFloat
 
 from miles.errors import RewardError
-from miles.types import Sample
-
-RAW_ACCURACY = "raw_accuracy"  # where the metadata of a sample keeps the first part of a weighted sum
+from miles.types import RAW_ACCURACY, Sample
 
 
 def plain(value: Any) -> Any:

@@ -15,8 +15,8 @@ from miles.rollout.reward_errors import ErrorWatch
 from miles.rollout.rm_hub.builtin import BuiltinReward, number_of
 from miles.rollout.rm_hub.grader import Pools, Tools
 from miles.rollout.rm_hub.pool import DIED, TIMEOUT
-from miles.rollout.signals import WATCH, RewardSignals, show_samples
-from miles.types import Sample, SampleStatus
+from miles.rollout.signals import RewardSignals, show_samples
+from miles.types import WATCH, Sample, SampleStatus
 
 logger = get_logger(__name__)
 

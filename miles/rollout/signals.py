@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from miles.observe.log import get_logger
 from miles.rollout.reward_value import reward_value
-from miles.types import Sample
+from miles.types import WATCH, Sample
 
 logger = get_logger(__name__)
 
-WATCH = "watch_reward"  # where the metadata of a sample keeps what the watching reward gave
 NUM_SHOWN = 3
 MIN_GROUPS = 4  # fewer equal groups can be chance
 MIN_EQUAL_PAIRS = 3

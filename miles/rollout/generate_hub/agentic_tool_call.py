@@ -16,12 +16,11 @@ from typing import Any
 from miles.errors import ConfigError
 from miles.plugins import call_apart, describe_error, load_function
 from miles.rollout.generate_hub.conversation import Conversations
-from miles.rollout.generate_hub.multi_turn import NUM_TURNS, TOOL_TIME
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
 from miles.rollout.hooks import FAILURE, Hook, problem_of_sample
 from miles.rollout.reward_value import checked_reward
 from miles.router.endpoint import Endpoint
-from miles.types import Sample, SampleStatus
+from miles.types import NUM_TURNS, TOOL_TIME, Sample, SampleStatus
 
 AGENT_FLAG = "--custom-agent-function-path"
 

@@ -16,10 +16,9 @@ from miles.rollout.generate_hub.single_turn import drop_stop_beginning
 from miles.rollout.hook_inputs import GenerateFnInput, GenerateFnOutput
 from miles.text.tokens import TokenLog, following_ids
 from miles.text.tools import ToolCall, tool_calls
-from miles.types import FinishReason, Sample, SampleStatus
+from miles.types import NUM_TURNS, TOOL_TIME, TURN_START, FinishReason, Sample, SampleStatus
 
 TOOL_FLAG = "--generate-execute-tool-function-path"
-NUM_TURNS, TURN_START, TOOL_TIME = "num_turns", "turn_start", "tool_time_s"  # in the metadata of the sample
 MAX_TOOL_CHARS = 8_000
 
 

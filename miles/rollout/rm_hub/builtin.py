@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import ConfigError
-from miles.rollout.reward_value import RAW_ACCURACY, checked_reward
+from miles.rollout.reward_value import checked_reward
 from miles.rollout.rm_hub.choice_reward import ChoiceGrader
 from miles.rollout.rm_hub.code_reward import CodeGrader
 from miles.rollout.rm_hub.grader import SCORE, Boxed, Grader, MakeGrader, Reward, Tools, unboxed
@@ -18,7 +18,7 @@ from miles.rollout.rm_hub.pattern_reward import JsonSchemaGrader, RegexGrader
 from miles.rollout.rm_hub.random_reward import DeterministicRandomGrader, RandomGrader
 from miles.rollout.rm_hub.remote_reward import RemoteGrader
 from miles.rollout.rm_hub.text_reward import ExactGrader, F1Grader, FormatGrader
-from miles.types import Sample
+from miles.types import RAW_ACCURACY, Sample
 
 BOXED = "boxed_"
 BUILTIN: dict[str, MakeGrader] = {

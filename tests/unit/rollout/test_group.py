@@ -3,8 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from miles.rollout.group import write_group
-from miles.rollout.reward_value import RAW_ACCURACY
-from miles.types import Sample, SampleStatus
+from miles.types import RAW_ACCURACY, Sample, SampleStatus
 
 
 def test_field_note_24_an_answer_of_several_rows_has_the_reward_of_its_last() -> None:

@@ -16,8 +16,8 @@ from miles.engine.local import LocalEngine
 from miles.rollout.admission import Admission
 from miles.rollout.client import EngineClient
 from miles.rollout.generate_hub.single_turn import drop_stop_beginning, generate
-from miles.rollout.producer import BEGUN, mask_old_tokens
-from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus, SamplingParams
+from miles.rollout.producer import mask_old_tokens
+from miles.types import BEGUN, FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus, SamplingParams
 from tests.unit.engine.tiny import make_model
 from tests.unit.rollout.fake_generator import FakeGenerator
 from tests.unit.rollout.test_filters import by_prompt, make_producer

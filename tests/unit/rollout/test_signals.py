@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from miles.rollout.signals import WATCH, RewardSignals, duplicates_above_chance, slope_t
-from miles.types import Sample
+from miles.rollout.signals import RewardSignals, duplicates_above_chance, slope_t
+from miles.types import WATCH, Sample
 
 
 def sample(group: int, reward: float, *, answer: list[int] | None = None, log_prob: float = -1.0) -> Sample:
