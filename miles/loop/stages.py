@@ -162,7 +162,7 @@ def evaluate_if_due(run: Run) -> None:
     if run.num_done == 0 and run.config.eval.skip_eval_before_train:
         return
     with run.timers.span("eval"), _folder_to_evaluate(run) as hf_dir:
-        outcome: EvalResult = _answers(run, run.evaluate(run.num_done, hf_dir))
+        outcome: EvalResult = _wait(run, run.evaluate(run.num_done, hf_dir))
     if not run.complete(run.hooks.eval_logged(run.num_done, {**outcome.samples}, {**outcome.metrics})):
         log_record("eval", run.num_done, outcome.metrics, logger=logger)
     scores = "  ".join(f"{name} {outcome.metrics[f'eval/{name}']:.3f}" for name in outcome.samples)
@@ -202,15 +202,15 @@ def generate(run: Run) -> list[list[Sample]]:
     """Write and score the answers of a rollout."""
     run.context.heartbeat.set_step(run.num_done, num_steps=run.schedule.num_rollout)
     with run.timers.span("rollout"):
-        groups: list[list[Sample]] = _answers(run, run.producer.collect(run.num_done))
+        groups: list[list[Sample]] = _wait(run, run.producer.collect(run.num_done))
     template = run.config.debug.save_debug_rollout_data
     if template is not None:
         save_rollout(template, run.num_done, groups, reward_key=run.config.reward.reward_key)
     return groups
 
 
-def _answers(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for written and scored answers."""
+def _wait(run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for what the rollout, an evaluation or a hook makes of answers."""
     with _saving_what_is_done(run):
         return run.wait(coroutine)
 
@@ -230,7 +230,7 @@ def _saving_what_is_done(run: Run) -> Iterator[None]:
 def train(run: Run, groups: list[list[Sample]]) -> TrainResult:
     """Make the optimizer steps of a rollout."""
     samples = to_train_samples(groups, reward_key=run.config.reward.reward_key)
-    samples = _answers(run, run.hooks.to_train([sample for group in groups for sample in group], samples))
+    samples = _wait(run, run.hooks.to_train([sample for group in groups for sample in group], samples))
     tags = released_tags(run.config.engine)
     if run.engine is not None and tags:
         with run.timers.span("finalize_and_resume_engines"):

@@ -34,7 +34,6 @@ _TRAIN_COLUMNS = {
     **{"response_lengths": "response_length", "rewards": "reward", "loss_masks": "loss_mask"},
 }
 _LISTS = {"tokens": int, "loss_mask": int, "rollout_log_probs": float, "weight_versions": int}
-_LOST = "returned a list, which nothing reads: it must edit the one that it is given"
 _NUMBERS = {int, float, bool}
 _KINDS = {"status": SampleStatus, "metadata": dict, "response": str, "group_index": int, "index": int}
 
@@ -230,12 +229,16 @@ class RolloutHooks:
 
     async def finish(self, kept: list[list[Sample]], everything: list[list[Sample]], source: Any) -> None:
         """The hooks that see a full rollout; they may edit samples in place."""
-        given = {"rollout_sample_filter_path": [kept], "rollout_all_samples_process_path": [everything, source]}
-        for name, arguments in given.items():
-            if (hook := self._named[name]) is not None:
-                if isinstance(await hook(self.args, *arguments), list) and name == "rollout_sample_filter_path":
-                    raise hook.wrong(_LOST)
-                hook.check_groups(kept, key=self.args.reward_key)
+        if (hook := self._named["rollout_sample_filter_path"]) is not None:
+            await self._edit(hook, kept)
+            hook.check_groups(kept, key=self.args.reward_key)
+        if (hook := self._named["rollout_all_samples_process_path"]) is not None:
+            await hook(self.args, everything, source)
+            hook.check_groups(kept, key=self.args.reward_key)
+
+    async def _edit(self, hook: Hook, groups: list[list[Sample]]) -> None:
+        if isinstance(await hook(self.args, groups), list):
+            raise hook.wrong("returned a list, which nothing reads: it must edit the one that it is given")
 
     async def to_train(self, samples: list[Sample], converted: list[TrainSample]) -> list[TrainSample]:
         """What the trainer gets: `converted`, unless a hook changes rewards or makes all of it."""
@@ -266,8 +269,8 @@ class RolloutHooks:
             return example_group((0.0, 1.0), reward_key=self.args.reward_key)
 
         await self.drop_reason(group())
-        if (hook := self._named["rollout_sample_filter_path"]) and isinstance(await hook(self.args, [group()]), list):
-            raise hook.wrong(_LOST)
+        if (hook := self._named["rollout_sample_filter_path"]) is not None:
+            await self._edit(hook, [group()])
         rows = [TrainSample([1, 2, 3], 1, [1], reward, reward, 0, i) for i, reward in enumerate((0.0, 1.0))]
         await self.to_train(group(), rows)
 

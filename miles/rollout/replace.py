@@ -133,8 +133,9 @@ class RolloutFunction:
             raise self._hook.wrong(f"returned a set without rewards, or with samples that are no list: {name!r}")
         for number, sample in enumerate(samples):
             who = f"samples[{number}] of set {name!r}"
-            self._hook.check_values(sample, who=who, ended=False)
-            if key is not None or not isinstance(sample.reward, dict):  # else its number is in the list only
+            if key is None and isinstance(sample, Sample) and isinstance(sample.reward, dict):
+                self._hook.check_values(sample, who=who, ended=False)  # its number is in the list only
+            else:
                 self._hook.check(sample, who=who, key=key, ended=False)
         return one | {"rewards": [self._number(f"eval/{name}", reward) for reward in rewards]}
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from miles.rollout.reward_value import reward_value, reward_values
 from miles.types import PER_TOKEN, Sample, SampleStatus, TrainSample
 
-_SAME = ("tokens", "response_length", "group_index", "index", *PER_TOKEN[1:])  # what a trainer takes as it is
+# What a trainer takes as it is.
+_SAME = ("tokens", "response_length", "group_index", "index", *(name for name in PER_TOKEN if name != "loss_mask"))
 
 
 def to_train_samples(groups: Iterable[Iterable[Sample]], *, reward_key: str | None = None) -> list[TrainSample]:
