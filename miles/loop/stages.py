@@ -203,8 +203,7 @@ def generate(run: Run) -> list[list[Sample]]:
     run.context.heartbeat.set_step(run.num_done, num_steps=run.schedule.num_rollout)
     with run.timers.span("rollout"):
         groups: list[list[Sample]] = _wait(run, run.producer.collect(run.num_done))
-    template = run.config.debug.save_debug_rollout_data
-    if template is not None:
+    if (template := run.config.debug.save_debug_rollout_data) is not None:
         save_rollout(template, run.num_done, groups, reward_key=run.config.reward.reward_key)
     return groups
 
@@ -221,8 +220,9 @@ def _saving_what_is_done(run: Run) -> Iterator[None]:
     before = run.trainer.num_updates
     try:
         yield
-    except (EngineError, PluginError, RewardError, TrainError):
+    except (EngineError, PluginError, RewardError, TrainError) as error:
         if run.trainer.num_updates == before:
+            logger.warning(f"{error}; the finished rollouts are saved before the run ends")  # a save can fail too
             save_for_good(run)
         raise
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -81,6 +82,18 @@ def test_a_hook_that_fails_late_loses_no_finished_rollout(tmp_path, monkeypatch)
         "--custom-reward-post-process-path late_hook.f failed: " in ended.text and "AssertionError: third" in ended.text
     )
     assert list(checkpoints(ended.folder / "checkpoints")) == [1]
+
+
+def test_a_save_that_fails_does_not_hide_why_the_run_ends(tmp_path):
+    def spoils(run):
+        if run.num_done == 1:
+            run.trainer.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+            full = shutil.disk_usage(tmp_path)._replace(free=0)
+            shutil.disk_usage = lambda path: full
+
+    ended = run_fork(tmp_path, sums(tmp_path), each_step=spoils)
+    assert ended.code == 1
+    assert "is not finite" in ended.text and "0 are free" in ended.text
 
 
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path):
