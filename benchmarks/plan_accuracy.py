@@ -1,14 +1,16 @@
 """How far `miles plan` is from the memory that runs really take.
 
-    python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen|recipe|later] [--only NAME ...]
-        [--write FOLDER]
+    python benchmarks/plan_accuracy.py --device cpu|cuda [--round calibration|frozen|recipe|later|ragged]
+        [--only NAME ...] [--write FOLDER]
 
 Every configuration runs in a process of its own, with random weights: on a CPU a `miles train` of one step whose
 worker reports its peak resident memory; on a GPU model, trainer and engine are built from the same flags, one rollout
-of answers of full length is written, and one update made. What the driver counts for the process is measured: all that
-the allocator has ever reserved, and what lies outside of it (context, libraries, kernels). The constants of
-`miles/plan/memory.py` were fitted to the round `calibration`; the cases of the round `frozen` were chosen afterwards,
-those of `later` after a frozen one had shown that the smallest micro-batch can keep more than the largest.
+of answers of full length is written (in the round `ragged` several, of any length), and an update made of each. What
+the driver counts for the process is measured: all that the allocator has ever reserved, and what lies outside of it
+(context, libraries, kernels). The constants of `miles/plan/memory.py` were fitted to the round `calibration`; the
+cases of the round `frozen` were chosen afterwards, those of `later` after a frozen one had shown that the smallest
+micro-batch can keep more than the largest, those of `ragged` because answers of one length leave the allocator no
+gaps.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ from miles.checkpoint.hf import export_hf
 from miles.config.parse import parse_flags
 from miles.config.sections import RunConfig
 from miles.engine.local import LocalEngine
+from miles.loop.placement import keep_memory_in_one_piece
 from miles.model.lora import add_lora
 from miles.model.names import to_hf
 from miles.plan.machine import GIB, Machine, cpu_machine, gpu_machine, host_memory
@@ -51,6 +55,13 @@ class Case:
     prompt_len: int
     answer_len: int
     flags: str = ""
+    shortest: int | None = None  # answers have `answer_len` tokens, or any number from this one on
+    num_rollouts: int = 1
+
+    def workload(self, rng: random.Random) -> Workload:
+        lengths = range(self.shortest or self.answer_len, self.answer_len + 1)
+        answers = [rng.choices(lengths, k=ANSWERS_PER_PROMPT) for _ in range(self.prompts)]
+        return Workload("plan", [self.prompt_len] * self.prompts, answers)
 
     @property
     def config(self) -> RunConfig:
@@ -154,6 +165,21 @@ CASES = {
                 "--max-tokens-per-gpu 10000 --engine-max-total-tokens 30000 --adam-state bfloat16",
             ),
         },
+        "ragged": {
+            "0.6B, 16k tokens": Case(
+                "Qwen3-0.6B", 32, 100, 1024, "--max-tokens-per-gpu 16384 --engine-max-total-tokens 100000", 50, 3
+            ),
+            "1.7B, 16k tokens": Case(
+                "Qwen3-1.7B",
+                24,
+                100,
+                600,
+                "--max-tokens-per-gpu 16384 --engine-max-total-tokens 80000 --recompute-num-layers 0",
+                50,
+                3,
+            ),
+            "4B, nothing set": Case("Qwen3-4B", 24, 100, 400, "", 50, 2),
+        },
     },
 }  # fmt: skip
 
@@ -175,6 +201,7 @@ def run_on_gpu(case: Case) -> dict[str, Any]:
         }
         torch.cuda.reset_peak_memory_stats()
 
+    keep_memory_in_one_piece()
     torch.zeros(1, device=device)
     note("context")
     config = case.config
@@ -184,21 +211,24 @@ def run_on_gpu(case: Case) -> dict[str, Any]:
         add_lora(model, config.lora, seed=0)
     reference = random_decoder(spec, dtype=torch.bfloat16, device="cuda") if config.algorithm.use_kl_loss else None
     note("model")
-    trainer = LocalTrainer(model, reference, config, total_steps=1)
+    trainer = LocalTrainer(model, reference, config, total_steps=case.num_rollouts)
     note("trainer")
     engine = LocalEngine(model, None, config.engine, device=device)
     note("engine")
-    answers = [[case.answer_len] * ANSWERS_PER_PROMPT] * case.prompts
-    sent = Workload("plan", [case.prompt_len] * case.prompts, answers).requests(0)
-    start = time.perf_counter()
-    results = asyncio.run(generate(engine, sent))
-    note("generate")
-    written = time.perf_counter()
-    trainer.train(to_train_samples(sent, results), rollout_id=0, weight_version=engine.version)
-    note("train")
-    seconds = {"generate": written - start, "train": time.perf_counter() - written}
+    rng, seconds = random.Random(0), {"generate": 0.0, "train": 0.0}
+    for rollout_id in range(case.num_rollouts):
+        sent = case.workload(rng).requests(rollout_id)
+        start = time.perf_counter()
+        results = asyncio.run(generate(engine, sent))
+        note(f"generate {rollout_id}")
+        written = time.perf_counter()
+        trainer.train(to_train_samples(sent, results), rollout_id=rollout_id, weight_version=engine.version)
+        note(f"train {rollout_id}")
+        seconds["generate"] += written - start
+        seconds["train"] += time.perf_counter() - written
     engine.close()
-    measured = max(stage["max_reserved"] for stage in stages.values()) + stages["train"]["outside"]
+    outside = max(stage["outside"] for stage in stages.values())
+    measured = max(stage["max_reserved"] for stage in stages.values()) + outside
     total = torch.cuda.mem_get_info()[1]
     return {"measured": measured, "stages": stages, "seconds": seconds, "memory_bytes": total}
 
@@ -254,7 +284,9 @@ def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--round", choices=("calibration", "frozen", "recipe", "later"), default="calibration")
+    parser.add_argument(
+        "--round", choices=("calibration", "frozen", "recipe", "later", "ragged"), default="calibration"
+    )
     parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument("--child", help="run this one here")
     parser.add_argument("--write", type=Path)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from miles.loop.placement import keep_memory_in_one_piece
 from miles.model.decoder import Decoder
 from miles.model.spec import ModelSpec
 from miles.plan.shapes import SHAPES
@@ -37,6 +38,7 @@ def random_model(shape: str, *, dtype: torch.dtype, device: str, seed: int = 0) 
 
 
 def random_decoder(spec: ModelSpec, *, dtype: torch.dtype, device: str, seed: int = 0) -> Decoder:
+    keep_memory_in_one_piece()  # as a run does
     model = Decoder(spec, dtype=dtype, device=torch.device(device))
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

@@ -37,10 +37,12 @@ def place(config: ModelConfig, spec: ModelSpec) -> Placement:
     Raises:
         ConfigError: the device asked for is not there.
     """
+    keep_memory_in_one_piece()
     device = _device(config.device)
     num_threads = config.num_threads or _num_threads(spec, device)
     torch.set_num_threads(num_threads)
-    return Placement(device, _dtype(config.dtype, device), num_threads)
+    is_half = device.type == "cuda" if config.dtype == "auto" else config.dtype == "bfloat16"
+    return Placement(device, torch.bfloat16 if is_half else torch.float32, num_threads)
 
 
 def _device(wanted: str) -> torch.device:
@@ -51,12 +53,6 @@ def _device(wanted: str) -> torch.device:
             f"(this one is {torch.__version__}), or use --device cpu."
         )
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu")
-
-
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
 def _num_threads(spec: ModelSpec, device: torch.device) -> int:
@@ -70,11 +66,17 @@ def keep_to_one_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def keep_memory_in_one_piece() -> None:
+    """Let the allocator of a GPU grow what it has instead of taking pieces of fixed size: micro-batches differ in
+    length, so the pieces of one hardly fit the next (docs/trainer.md). Set before its first call; what is set stays."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
+
+
 def memory_used_and_free_gb(device: torch.device) -> tuple[float, float]:
     """Memory used by this process and free on the device, in GiB; of the machine on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**30, device_memory(device)[0] / 2**30
-    return psutil.Process().memory_info().rss / 2**30, device_memory(device)[0] / 2**30
+    on_gpu = device.type == "cuda"
+    used_bytes = torch.cuda.memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
+    return used_bytes / 2**30, device_memory(device)[0] / 2**30
 
 
 def peak_memory_gb(device: torch.device) -> float:

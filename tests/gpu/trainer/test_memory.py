@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
 from torch import nn
 
-from miles.config.sections import OptimConfig
+from miles.config.sections import BatchConfig, OptimConfig, RunConfig
 from miles.model.activations import Recompute
 from miles.model.context import packed_context
 from miles.ops.logprob import token_log_probs
 from miles.trainer.moments import PIECE
 from miles.trainer.optim import Optimizer
+from miles.trainer.trainer import LocalTrainer
+from miles.types import TrainSample
 from tests.gpu.trainer.test_trainer import SHAPE, samples, trainer_of
 from tests.unit.engine.tiny import make_model
 
@@ -123,6 +126,27 @@ def test_offload_frees_what_only_an_update_needs_and_moves_no_parameter() -> Non
         ours, theirs = (t.train(samples(), rollout_id=rollout_id, weight_version=0) for t in (trainer, straight))
         assert ours.steps == theirs.steps
     assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == addresses
+
+
+def test_micro_batches_of_any_length_leave_few_gaps() -> None:
+    """With pieces of fixed size the allocator has 1.2 to 1.4 times what tensors take at their highest."""
+    model = make_model(
+        vocab_size=5000, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=64,
+        num_layers=12, max_position_embeddings=4096,
+    ).bfloat16().cuda()  # fmt: skip
+    batch = BatchConfig(global_batch_size=64, max_tokens_per_gpu=8192)
+    trainer = LocalTrainer(model, None, RunConfig(optim=OptimConfig(lr=1e-4), batch=batch), total_steps=5)
+    rng = random.Random(0)
+    torch.cuda.reset_peak_memory_stats()
+    for rollout_id in range(5):
+        made = []
+        for index in range(64):
+            length = rng.randrange(20, 2000)
+            tokens = rng.choices(range(5000), k=30 + length)
+            reward = float(index % 2)
+            made.append(TrainSample(tokens, length, [1] * length, reward, reward, index // 8, index))
+        trainer.train(made, rollout_id=rollout_id, weight_version=0)
+    assert torch.cuda.max_memory_reserved() < 1.1 * torch.cuda.max_memory_allocated()
 
 
 def test_a_chunk_of_logits_takes_six_bytes_each_at_its_highest() -> None:

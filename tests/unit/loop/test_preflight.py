@@ -1,3 +1,4 @@
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from miles.config.sections import RunConfig
 from miles.engine import memory as engine_memory
 from miles.errors import StorageError
 from miles.loop import preflight
-from miles.loop.placement import Placement
+from miles.loop.placement import Placement, place
 from miles.loop.preflight import FAIL, OK, WARN
 from miles.loop.schedule import Schedule
 from miles.model.spec import load_spec
@@ -141,3 +142,13 @@ def test_what_is_trained_on_is_marked():
     shown = preflight.shown_with_mask(TOKENIZER, [sample])[0]
     assert shown.replace("[[", "").replace("]]", "") == repr("12+34")
     assert shown.count("[[") == 2
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_of_a_gpu_grows_in_one_piece_unless_the_user_wants_it_otherwise(given, monkeypatch):
+    """PyTorch reads the newer name first."""
+    environment = {} if given is None else {given: "max_split_size_mb:64"}
+    monkeypatch.setattr(os, "environ", environment)
+    place(config_of(num_threads=torch.get_num_threads()).model, SPEC)
+    expected = "expandable_segments:True" if given is None else "max_split_size_mb:64"
+    assert environment["PYTORCH_ALLOC_CONF"] == expected
