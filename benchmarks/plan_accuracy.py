@@ -291,6 +291,8 @@ def main() -> None:
     parser.add_argument("--child", help="run this one here")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    if arguments.round not in CASES[arguments.device]:
+        parser.error(f"--round: with --device {arguments.device} one of {', '.join(CASES[arguments.device])}")
     cases = CASES[arguments.device][arguments.round]
     if arguments.child is not None:
         print(json.dumps(run_on_gpu(cases[arguments.child])))
