@@ -144,7 +144,7 @@ def fastest(job: Job) -> Changes | None:
             if rank < best_rank:
                 best, best_rank = changes, rank
     if best is None:
-        return next(iter(remedies(job)), None)
+        return next((way | (fastest(changed(job, way)) or {}) for way in remedies(job)), None)
     now = flatten(job.config)
     return {name: value for name, value in best.items() if value != now[name]}
 

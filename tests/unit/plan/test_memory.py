@@ -304,6 +304,8 @@ def test_what_fills_the_host_is_advised_to_leave_it():
     assert estimate(changed(asked, changes)).fits
     left = {"--no-async-save", "--no-offload-train", "--no-optimizer-cpu-offload"}
     assert set(flags_text(changes).split()) == left
+    slow = job("Qwen3-4B", gpu_machine("A100", host_bytes=16 * GIB, disk_bytes=0), **full)
+    assert fastest(changed(slow, fastest(slow))) == {}  # nothing faster is left to find
 
 
 def test_the_fastest_setting_takes_back_what_slows_down():
