@@ -107,7 +107,7 @@ def token_batch(samples: Sequence[TrainSample], device: torch.device) -> TokenBa
     if not np.isfinite(rollout_R).all():
         broken = [s.index for s, values in zip(samples, by_sample, strict=True) if not np.isfinite(values).all()]
         raise NotFiniteError(
-            f"the engine's log-probs of samples {name_samples(broken)} are not finite; nothing was updated", broken
+            f"the engine's log-probs of samples {name_samples(broken)} are not finite (nan or inf)", broken
         )
     return TokenBatch(list(samples), targets, lengths_S, on_device(rollout_R, device), _engine_top(samples, device))
 

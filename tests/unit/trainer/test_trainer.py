@@ -418,7 +418,9 @@ def test_a_step_that_is_not_finite_is_skipped_when_asked_to(
         assert {name: result.steps[1][name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
-def test_answers_whose_engine_log_probs_are_not_finite_are_left_out(make_model, make_config, make_samples) -> None:
+def test_answers_whose_engine_log_probs_are_not_finite_are_left_out(
+    make_model, make_config, make_samples, caplog
+) -> None:
     samples, masked = make_samples(), make_samples()
     samples[3].rollout_log_probs = [math.nan] * samples[3].response_length
     masked[3].loss_mask = [0] * masked[3].response_length
@@ -430,6 +432,7 @@ def test_answers_whose_engine_log_probs_are_not_finite_are_left_out(make_model, 
     other = LocalTrainer(make_model(), None, make_config(lr=0.1), total_steps=1)
     expected = other.train(masked, rollout_id=0, weight_version=0)
     assert result.steps[0] == expected.steps[0] | {"train/num_not_finite": 1}
+    assert "samples 3 are not finite (nan or inf); they are left out (--on-not-finite skip)" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True))
 
 
