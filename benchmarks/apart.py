@@ -14,6 +14,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "peers"
+ENVIRONMENT = dict(os.environ)  # as it was given: what Miles sets for itself here is nothing that peers chose
 
 
 def paths_by_name(given: list[str]) -> dict[str, str]:
@@ -36,8 +37,8 @@ def measure_apart(
     found, job_file, log = folder / f"{name}.found.jsonl", folder / f"{name}.job.json", folder / f"{name}.log"
     found.write_text("", encoding="utf-8")
     job_file.write_text(json.dumps({**job, "found": str(found)}), encoding="utf-8")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    packages = [paths or str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    packages = [paths or str(REPOSITORY), ENVIRONMENT.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, packages))
     print(f"{name}: started, {limit_seconds:.0f} s at most", flush=True)
     start = time.perf_counter()

@@ -41,12 +41,14 @@ def miles(job: Job) -> None:
     from benchmarks.profile_step import rollout_parts
     from miles.config.sections import EngineConfig
     from miles.engine.local import LocalEngine
+    from miles.loop.placement import keep_memory_in_one_piece
     from miles.model.load import load_model
     from miles.types import GenerationRequest, SamplingParams
 
     start_up = {"import": since_start()}
     start = time.perf_counter()
     dtype = getattr(torch, job["dtype"])
+    keep_memory_in_one_piece()  # as a run does
     model = load_model(Path(job["model"]), dtype=dtype, device=job["device"])
     engine = LocalEngine(model, None, EngineConfig(), device=job["device"])
     start_up["engine"] = time.perf_counter() - start

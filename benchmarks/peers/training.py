@@ -66,6 +66,7 @@ def miles(job: Job) -> None:
     import torch
 
     from miles.config.parse import parse_flags
+    from miles.loop.placement import keep_memory_in_one_piece
     from miles.model.load import load_model
     from miles.trainer.batch import micro_batches, token_batch
     from miles.trainer.forward import Scorer
@@ -75,6 +76,7 @@ def miles(job: Job) -> None:
     from miles.types import TrainSample
 
     clock = Clock(job, torch)
+    keep_memory_in_one_piece()  # as a run does
     model = load_model(Path(job["model"]), dtype=getattr(torch, job["dtype"]), device=job["device"])
     samples = [
         TrainSample(

@@ -31,7 +31,11 @@ def run(monkeypatch, tmp_path, *, end, limit_seconds=60.0):
 
 
 def test_findings_of_a_whole_measurement(monkeypatch, tmp_path):
-    assert run(monkeypatch, tmp_path, end="") == ([{"first": 1}, {"second": 2}], None)
+    """What this process has set for itself does not reach it."""
+    monkeypatch.setenv("SET_SINCE", "1")
+    end = "import os; emit(job, set_since='SET_SINCE' in os.environ)"
+    findings, error = run(monkeypatch, tmp_path, end=end)
+    assert error is None and findings == [{"first": 1}, {"second": 2}, {"set_since": False}]
 
 
 def test_findings_before_a_failure_are_kept_with_its_message(monkeypatch, tmp_path):
