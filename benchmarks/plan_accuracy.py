@@ -284,9 +284,7 @@ def in_own_process(name: str, device: str, round_: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument(
-        "--round", choices=("calibration", "frozen", "recipe", "later", "ragged"), default="calibration"
-    )
+    parser.add_argument("--round", default="calibration", help=f"one of {', '.join(CASES['cuda'])}")
     parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument("--child", help="run this one here")
     parser.add_argument("--write", type=Path)

@@ -221,7 +221,7 @@ def _saving_what_is_done(run: Run) -> Iterator[None]:
     try:
         yield
     except (EngineError, PluginError, RewardError, TrainError) as error:
-        if run.trainer.num_updates == before:
+        if run.num_done > 0 and run.trainer.num_updates == before:
             logger.warning(f"{error}; the finished rollouts are saved before the run ends")  # a save can fail too
             save_for_good(run)
         raise

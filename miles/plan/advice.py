@@ -143,10 +143,10 @@ def fastest(job: Job) -> Changes | None:
             rank = (candidate.config.optim.adam_state != "float32", step_seconds(candidate, memory).step)
             if rank < best_rank:
                 best, best_rank = changes, rank
-    if best is None:
-        return next((way | (fastest(changed(job, way)) or {}) for way in remedies(job)), None)
+    if best is None and (ways := remedies(job)):
+        best = ways[0] | (fastest(changed(job, ways[0])) or {})
     now = flatten(job.config)
-    return {name: value for name, value in best.items() if value != now[name]}
+    return None if best is None else {name: value for name, value in best.items() if value != now[name]}
 
 
 def largest_models(job: Job) -> tuple[str | None, str | None]:

@@ -122,7 +122,7 @@ def test_bfloat16_trainer_and_engine_agree_and_an_update_is_in_the_next_answer()
                     index=i,
                     rollout_log_probs=list(found[i].log_probs),
                     weight_versions=[version] * 24,
-                )  # fmt: skip
+                )
             )
         assert torch.cat(gaps).mean() < 0.02
         blocks = model.layers[0].attention.qkv.lora.blocks.clone()
