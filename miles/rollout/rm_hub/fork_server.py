@@ -9,6 +9,7 @@ pipe to its owner closes, all workers are killed and it ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -30,35 +31,39 @@ FAILED = "failed"
 def serve(control: socket.socket, run: Callable[[Any], Any]) -> None:
     """Fork a worker for each request until the owner is gone."""
     workers: set[int] = set()
-    control.sendall(b"!")  # the imports are done
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not request:
-            break
-        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0] == pid}
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            work(Connection(descriptors[0]), run)
-            os._exit(0)
-        workers.add(pid)
-        os.close(descriptors[0])
-        control.sendall(pid.to_bytes(8, "little"))
+    with contextlib.suppress(ConnectionError):  # an owner that ended with a byte of ours unread
+        fork_for_requests(control, run, workers)
     for pid in workers:
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
             os.kill(pid, signal.SIGKILL)
 
 
+def fork_for_requests(control: socket.socket, run: Callable[[Any], Any], workers: set[int]) -> None:
+    """Note each new worker's process id in `workers`. A worker itself never returns from here."""
+    control.sendall(b"!")  # the imports are done
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not request:
+            return
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0] == pid}
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            with contextlib.suppress(EOFError, ConnectionError):  # the owner has closed the pipe
+                work(Connection(descriptors[0]), run)
+            os._exit(0)
+        workers.add(pid)
+        os.close(descriptors[0])
+        control.sendall(pid.to_bytes(8, "little"))
+
+
 def work(pipe: Connection, run: Callable[[Any], Any]) -> None:
-    """Run tasks until the owner closes the pipe. Replies are (READY or DONE or FAILED, value or text)."""
+    """Run tasks until the pipe raises, as its owner has closed it. Replies are (READY or DONE or FAILED, value or text)."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     pipe.send((READY, None))
     while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            return
+        task = pipe.recv()
         try:
             reply = (DONE, run(task))
         except Exception as error:  # fault boundary: the owner counts these

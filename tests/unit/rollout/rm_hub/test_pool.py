@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miles.errors import RewardError
-from miles.rollout.rm_hub.pool import DIED, RAISED, TIMEOUT, WorkerPool
+from miles.rollout.rm_hub.fork_server import READY
+from miles.rollout.rm_hub.pool import DIED, FORK_SERVER, RAISED, TIMEOUT, WorkerPool
 
 TASKS = """
 import ctypes, os, sys, time
@@ -147,3 +154,60 @@ def test_a_killed_server_is_reported(pool: WorkerPool) -> None:
     with pytest.raises(RewardError, match="have ended"):
         for _ in range(3):  # the workers live on until they are lost
             pool.submit(("exit", 0)).result(timeout=10)
+
+
+@contextlib.contextmanager
+def server_of_its_own(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A server that goes on with its imports at a byte, and our end of its socket. It must end well, saying nothing."""
+    (tmp_path / "slow_tasks.py").write_text(
+        "import sys, time\nsys.stdin.read(1)\ndef run(task):\n    time.sleep(task)\n    return task"
+    )
+    ours, theirs = socket.socketpair()
+    server = subprocess.Popen(
+        [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), "slow_tasks", "[]"],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+    )
+    theirs.close()
+    yield server, ours
+    ours.close()
+    assert server.communicate(timeout=30)[1] == b""
+    assert server.returncode == 0
+
+
+def go_on(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.write(b"!")
+    server.stdin.flush()
+
+
+def test_a_server_whose_owner_ends_while_it_imports_says_nothing(tmp_path: Path) -> None:
+    with server_of_its_own(tmp_path) as (server, control):
+        control.close()
+        go_on(server)
+
+
+def test_a_server_whose_owner_ends_before_it_reads_the_greeting_says_nothing(tmp_path: Path) -> None:
+    with server_of_its_own(tmp_path) as (server, control):
+        go_on(server)
+        wait_until(lambda: select.select([control], [], [], 0)[0])
+
+
+@pytest.mark.parametrize("task_s", [None, 0.2], ids=["before it is ready", "in a task"])
+def test_a_worker_whose_owner_closes_its_pipe_says_nothing(tmp_path: Path, task_s: float | None) -> None:
+    with server_of_its_own(tmp_path) as (server, control):
+        go_on(server)
+        assert control.recv(1) == b"!"
+        ours, theirs = socket.socketpair()
+        socket.send_fds(control, [b"+"], [theirs.fileno()])
+        theirs.close()
+        if task_s is not None:
+            pipe = Connection(ours.detach())
+            assert pipe.recv() == (READY, None)
+            pipe.send(task_s)
+            pipe.close()
+        ours.close()
+        worker = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "little")
+        wait_until(lambda: psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)  # it ended by itself
