@@ -32,7 +32,7 @@ from miles.engine.local import LocalEngine
 from miles.model.load import load_model
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import RolloutHooks
-from miles.rollout.producer import Producer
+from miles.rollout.producer import Producer, RolloutContext
 from miles.rollout.rewards import RewardRunner
 from miles.text.tokenizer import load_tokenizer
 from miles.types import Sample
@@ -57,14 +57,10 @@ def make_producer(engine: LocalEngine, tokenizer: Any, *, filtered: bool) -> Pro
     random = np.random.default_rng(0)
     ids = random.integers(10, tokenizer.vocab_size, size=(1000, 12)).tolist()
     prompts = [Sample(prompt="", tokens=row) for row in ids]
-    return Producer(
-        config,
-        client=EngineClient(engine, tokenizer),
-        source=GroupBuffer(PromptSource(prompts, n_samples_per_prompt=ANSWERS, seed=0, shuffle=False)),
-        rewards=RewardRunner(config),
-        hooks=RolloutHooks(config),
-        max_context_len=256,
-    )
+    client = EngineClient(engine, tokenizer)
+    context = RolloutContext(config, client, RewardRunner(config), RolloutHooks(config), max_context_len=256)
+    source = PromptSource(prompts, n_samples_per_prompt=ANSWERS, seed=0, shuffle=False)
+    return Producer(context, GroupBuffer(source))
 
 
 def measure(num_pairs: int) -> dict[str, Any]:

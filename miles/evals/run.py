@@ -8,18 +8,14 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles.config.sections import RunConfig
 from miles.evals.passk import pass_metrics
 from miles.evals.suites import EvalSuite
-from miles.rollout.client import EngineClient
 from miles.rollout.group import WrittenGroup, write_group
 from miles.rollout.hook_inputs import EvalSkip, RolloutFnEvalOutput
-from miles.rollout.hooks import RolloutHooks
 from miles.rollout.metrics import has_repetition, mean, summary
 from miles.rollout.noise import EVAL_STREAM, noise_key
-from miles.rollout.producer import Progress, check_failures, run_all_or_none
+from miles.rollout.producer import RolloutContext, check_failures, run_all_or_none
 from miles.rollout.reward_value import checked_reward, raw_accuracy, reward_value
-from miles.rollout.rewards import RewardRunner
 from miles.types import Sample, SampleStatus
 
 
@@ -31,21 +27,13 @@ class EvalResult:
     samples: dict[str, list[Sample]]
 
 
-async def evaluate(
-    suites: Sequence[EvalSuite],
-    *,
-    config: RunConfig,
-    client: EngineClient,
-    rewards: RewardRunner,
-    hooks: RolloutHooks,
-    max_context_len: int,
-    progress: Progress | None = None,
-) -> EvalResult:
+async def evaluate(suites: Sequence[EvalSuite], context: RolloutContext) -> EvalResult:
     """Answer and score every prompt of every set, all in one batch.
 
     An answer is drawn with the same noise in every evaluation of a run, so that two of them differ by the weights
     only, and never with the noise of a training answer. Raises `EngineError` and `RewardError` like a rollout.
     """
+    config, client, limit = context.config, context.client, context.max_context_len
     samples = {suite.name: _unanswered(suite) for suite in suites}
     samplings = {suite.name: suite.sampling for suite in suites}
 
@@ -55,16 +43,16 @@ async def evaluate(
         def write(sample: Sample) -> Coroutine[Any, Any, str | None]:
             stream = f"{EVAL_STREAM}/{name}"
             key = noise_key(config.data.rollout_seed, 0, sample.group_index, sample.index - first, stream=stream)
-            return hooks.write(
-                client, group, sample, samplings[name], noise_key=key, max_context_len=max_context_len, evaluation=True
+            return context.hooks.write(
+                client, group, sample, samplings[name], noise_key=key, max_context_len=limit, evaluation=True
             )
 
-        return write_group(group, generate=write, score=rewards.score_group)
+        return write_group(group, generate=write, score=context.rewards.score_group)
 
     groups = [start(name, group) for name, of_set in samples.items() for group in of_set]
-    written = await run_all_or_none(groups, client=client, progress=progress)
+    written = await run_all_or_none(groups, client=client, progress=context.progress)
     check_failures(written, what="evaluation")
-    rewards.end_batch([sample for group in written for sample in group.samples])
+    context.rewards.end_batch([sample for group in written for sample in group.samples])
     flat = {name: [sample for group in of_set for sample in group] for name, of_set in samples.items()}
     # an answer of several rows is what its last one says
     answers = {

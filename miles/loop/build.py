@@ -54,7 +54,7 @@ from miles.observe.timers import Timers
 from miles.plan.memory import num_adapter_parameters
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import Hook, RolloutHooks
-from miles.rollout.producer import Producer
+from miles.rollout.producer import Producer, RolloutContext
 from miles.rollout.replace import HookedSource, RolloutFunction
 from miles.rollout.replay import ReplayProducer
 from miles.rollout.rewards import RewardRunner
@@ -87,28 +87,12 @@ class Writers:
             return SftProducer(self.source.source, rollout_batch_size=self.config.rollout.rollout_batch_size)
         if self.hooks.rollout is not None:
             return self._function(self.hooks.rollout)
-        return Producer(
-            self.config,
-            client=self.client,
-            source=self.source,
-            rewards=self._rewards,
-            hooks=self.hooks,
-            max_context_len=self.max_context_len,
-            progress=self.progress,
-        )
+        return Producer(self._context, self.source)
 
     async def evaluate(self, rollout_id: int, hf_dir: str | None) -> EvalResult:
         if self.replacement is not None:
             return from_function(await self.replacement.evaluate(rollout_id, hf_dir))
-        return await evaluate(
-            self.suites,
-            config=self.config,
-            client=self.client,
-            rewards=self._rewards,
-            hooks=self.hooks,
-            max_context_len=self.max_context_len,
-            progress=self.progress,
-        )
+        return await evaluate(self.suites, self._context)
 
     @cached_property
     def replacement(self) -> RolloutFunction | None:
@@ -123,12 +107,14 @@ class Writers:
         assert self.engine is not None, "answers are written on an engine"
         return EngineClient(self.engine, self.tokenizer)
 
-    @property
-    def _rewards(self) -> RewardRunner:
+    @cached_property
+    def _context(self) -> RolloutContext:
         assert self.rewards is not None, "rules.py demands a reward where answers are written"
-        return self.rewards
+        return RolloutContext(
+            self.config, self.client, self.rewards, self.hooks, self.max_context_len, self._show_progress
+        )
 
-    def progress(self, done: int, total: int) -> None:
+    def _show_progress(self, done: int, total: int) -> None:
         self.heartbeat.progress(f"{done} of {total} groups")
 
 

@@ -37,6 +37,18 @@ MAX_FAILED_SHARE = 0.1  # of the answers of a rollout; one failed answer is alwa
 Progress = Callable[[int, int], None]  # groups finished, groups in all
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What writes and scores answers, in a rollout and in an evaluation. `max_context_len` counts tokens."""
+
+    config: RunConfig
+    client: EngineClient
+    rewards: RewardRunner
+    hooks: RolloutHooks
+    max_context_len: int
+    progress: Progress | None = None
+
+
 @dataclass(slots=True)
 class _Job:
     """A group that is being written. `untouched` is what it was, should nobody need it."""
@@ -54,26 +66,12 @@ class Producer:
     `counts` has the numbers of the last rollout that its samples do not tell.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        client: EngineClient,
-        source: GroupBuffer,
-        rewards: RewardRunner,
-        hooks: RolloutHooks,
-        max_context_len: int,
-        progress: Progress | None = None,
-    ) -> None:
-        self._config = config
-        self._client = client
-        self.source = source
-        self._rewards = rewards
-        self._hooks = hooks
-        self._max_context_len = max_context_len
-        self._progress = progress
-        self._sampling = rollout_sampling(config)
-        self._partial = config.rollout.partial_rollout
+    def __init__(self, context: RolloutContext, source: GroupBuffer) -> None:
+        self._config, self._client, self.source = context.config, context.client, source
+        self._rewards, self._hooks = context.rewards, context.hooks
+        self._max_context_len, self._progress = context.max_context_len, context.progress
+        self._sampling = rollout_sampling(context.config)
+        self._partial = context.config.rollout.partial_rollout
         self.counts: dict[str, float] = {}
 
     async def collect(self, rollout_id: int) -> list[list[Sample]]:

@@ -58,7 +58,7 @@ def fork_for_requests(control: socket.socket, run: Callable[[Any], Any], workers
 
 
 def work(pipe: Connection, run: Callable[[Any], Any]) -> None:
-    """Run tasks until the pipe raises, as its owner has closed it. Replies are (READY or DONE or FAILED, value or text)."""
+    """Run tasks until the pipe raises, closed by its owner. Replies are (READY or DONE or FAILED, value or text)."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     pipe.send((READY, None))

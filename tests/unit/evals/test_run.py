@@ -19,6 +19,7 @@ from miles.rollout.client import EngineClient
 from miles.rollout.hook_inputs import EvalSkip
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
+from miles.rollout.producer import RolloutContext
 from miles.rollout.rewards import RewardRunner
 from miles.text.tokenizer import load_tokenizer
 from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus
@@ -39,16 +40,8 @@ def suite(name: str, labels: list[str]) -> EvalSuite:
 
 
 def run(generator: FakeGenerator, suites: list[EvalSuite], config: RunConfig = CONFIG) -> EvalResult:
-    return asyncio.run(
-        evaluate(
-            suites,
-            config=config,
-            client=EngineClient(generator),
-            rewards=RewardRunner(config),
-            hooks=RolloutHooks(config),
-            max_context_len=200,
-        )
-    )
+    context = RolloutContext(config, EngineClient(generator), RewardRunner(config), RolloutHooks(config), 200)
+    return asyncio.run(evaluate(suites, context))
 
 
 def answer_seven(request: GenerationRequest) -> GenerationResult:

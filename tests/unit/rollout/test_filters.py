@@ -16,7 +16,7 @@ from miles.observe import names
 from miles.rollout.client import EngineClient
 from miles.rollout.filter_hub import common_filters, dynamic_sampling_filters
 from miles.rollout.hooks import RolloutHooks
-from miles.rollout.producer import Producer
+from miles.rollout.producer import Producer, RolloutContext
 from miles.rollout.rewards import RewardRunner
 from miles.types import GenerationRequest, GenerationResult, Sample
 from tests.unit.rollout.fake_generator import FakeGenerator, stopped
@@ -72,15 +72,8 @@ def make_producer(generator: FakeGenerator, num_prompts: int = 12, **values: Any
     config = with_values(CONFIG, values)
     prompts = [Sample(prompt=f"p{i}", tokens=[i], label=str(i)) for i in range(num_prompts)]
     buffer = GroupBuffer(PromptSource(prompts, n_samples_per_prompt=2, seed=5, shuffle=False))
-    producer = Producer(
-        config,
-        client=EngineClient(generator),
-        source=buffer,
-        rewards=RewardRunner(config),
-        hooks=RolloutHooks(config),
-        max_context_len=5000,
-    )
-    return producer, buffer
+    context = RolloutContext(config, EngineClient(generator), RewardRunner(config), RolloutHooks(config), 5000)
+    return Producer(context, buffer), buffer
 
 
 def scored(reward: Any, **fields: Any) -> Sample:

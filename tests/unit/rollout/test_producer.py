@@ -13,7 +13,7 @@ from miles.errors import EngineError, RewardError
 from miles.rollout.client import EngineClient
 from miles.rollout.hooks import RolloutHooks
 from miles.rollout.noise import noise_key
-from miles.rollout.producer import Producer, rollout_sampling
+from miles.rollout.producer import Producer, RolloutContext, rollout_sampling
 from miles.rollout.rewards import RewardRunner
 from miles.types import FinishReason, GenerationRequest, GenerationResult, Sample, SampleStatus
 from tests.unit.rollout.fake_generator import FakeGenerator, stopped
@@ -31,7 +31,7 @@ def make_producer(generator: FakeGenerator, **extra: Any) -> Producer:
     prompts = [Sample(prompt=f"p{i}", tokens=[i] * (i + 1), label=str(i)) for i in range(4)]
     source = GroupBuffer(PromptSource(prompts, n_samples_per_prompt=2, seed=5, shuffle=False))
     settings = {"rewards": RewardRunner(CONFIG), "hooks": RolloutHooks(CONFIG), "max_context_len": 10, **extra}
-    return Producer(CONFIG, client=EngineClient(generator), source=source, **settings)
+    return Producer(RolloutContext(CONFIG, EngineClient(generator), **settings), source)
 
 
 def failed(request: GenerationRequest, reason: str = "cache too small") -> GenerationResult:
