@@ -308,9 +308,7 @@ def main() -> None:
         machine = cpu_machine(host_bytes=host_memory(), disk_bytes=0)
         if arguments.device == "cuda":
             gib = found["memory_bytes"] / GIB
-            planned = gpu_machine(torch.cuda.get_device_name(), memory_gib=gib, host_bytes=host_memory(), disk_bytes=0)
-            assert planned is not None
-            machine = planned
+            machine = gpu_machine(torch.cuda.get_device_name(), memory_gib=gib, host_bytes=host_memory(), disk_bytes=0)
         plan = estimate(cases[name].job(machine))
         error = plan.process_bytes / found["measured"] - 1
         rows[name] = {"planned": plan.process_bytes, "error": error, "parts": plan.device, **found}

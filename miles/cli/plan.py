@@ -46,6 +46,10 @@ def run(argv: list[str]) -> int:
         math.ceil(arguments.prompt_len or 0) or config.rollout.rollout_max_prompt_len or DEFAULT_PROMPT_LEN,
         math.ceil(arguments.answer_len or 0) or config.rollout.rollout_max_response_len,
     )
+    if arguments.prompt_len and job.prompt_len >= job.context_len:
+        raise ConfigError(
+            f"--prompt-len {job.prompt_len} leaves no room for an answer in a context of {job.context_len} tokens"
+        )
     if config.lora.is_on and job.num_adapted == 0:
         raise config.lora.names_nothing()
     report = _report(job)
@@ -107,7 +111,7 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
     disk_bytes = int(arguments.disk * GIB) if arguments.disk else free_disk(save)
     found = gpu_names()
     name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(found), ""))
-    machine: Machine | None = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    machine = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
     describes_gpu = arguments.gpu is not None or arguments.gpu_memory or arguments.unified_memory
     if config.model.device == "cpu" and describes_gpu:
         raise ConfigError("--device cpu computes on no GPU: leave out --gpu, --gpu-memory and --unified-memory")
@@ -118,10 +122,6 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
             unified=arguments.unified_memory or None,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
-        )
-    if machine is None:
-        raise ConfigError(
-            f"--gpu {name or '(none given)'}: not a known GPU; give --gpu-memory too, or one of {', '.join(GPU_NAMES)}"
         )
     if arguments.measure:
         gpu, torch = importlib.import_module("miles.observe.gpu"), importlib.import_module("torch")
@@ -204,5 +204,5 @@ def _show(job: Job, report: dict[str, Any]) -> None:
         best = report["fastest"]
         flags = best["flags"] or "these settings"
         console.print(f"fastest that fits: {flags} (about {best['seconds']:,.0f} s a step)")
-    largest = report["largest_model"]
-    console.print(f"largest known model: {largest['as_set']} with these flags, {largest['fastest_setting']} at best")
+    as_set, at_best = (name or "none" for name in report["largest_model"].values())
+    console.print(f"largest known model: {as_set} with these flags, {at_best} at best")

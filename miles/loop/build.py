@@ -156,7 +156,7 @@ def _assemble(
     spec = load_spec(model_folder)
     tokenizer = load_tokenizer(model_folder, chat_template_path=config.model.chat_template_path)
     tokenizer.check_vocabulary(spec.vocab_size, model=config.model.hf_checkpoint)
-    max_context_len = context_len(config, spec)
+    max_context_len = spec.context_len(config.rollout.rollout_max_context_len)
     source: PromptSource | MixedSource | HookedSource
     if hooks.source is not None:
         source = HookedSource(hooks.source, hooks.args, tokenizer)
@@ -271,8 +271,8 @@ def _start_engine(
     engine = LocalEngine(model, tokenizer, config.engine, device=placement.device)
     stack.callback(engine.close)
     prompt = 1 if isinstance(source, HookedSource) else source.longest_prompt
-    answer, context = config.rollout.rollout_max_response_len, context_len(config, model.spec)
-    held = engine.num_cache_tokens
+    answer, held = config.rollout.rollout_max_response_len, engine.num_cache_tokens
+    context = model.spec.context_len(config.rollout.rollout_max_context_len)
     if config.algorithm.loss_type != "sft_loss" and held < min(prompt + answer, context):
         raise ConfigError(
             f"the KV cache holds {held} tokens but a prompt of {prompt} with --rollout-max-response-len {answer} can "
@@ -280,12 +280,6 @@ def _start_engine(
             "or lower --rollout-max-response-len"
         )
     return engine
-
-
-def context_len(config: RunConfig, spec: ModelSpec) -> int:
-    """Tokens of prompt and answer together: what was asked for, and never more than the model's positions."""
-    wanted = config.rollout.rollout_max_context_len or spec.max_position_embeddings
-    return min(wanted, spec.max_position_embeddings)
 
 
 def _load_source(

@@ -117,7 +117,6 @@ def machine_here(placement: Placement, save: Path) -> Machine:
     properties = torch.cuda.get_device_properties(placement.device)
     free_bytes, shares = available_bytes(placement.device), bool(getattr(properties, "is_integrated", False))
     machine = gpu_machine(properties.name, memory_gib=1.0, unified=shares, host_bytes=host_bytes, disk_bytes=disk_bytes)
-    assert machine is not None, "the memory is given"
     memory_bytes = (min(free_bytes, host_bytes) if shares else free_bytes) + GPU_PROCESS_BYTES
     return replace(machine, memory_bytes=memory_bytes)
 

@@ -16,7 +16,7 @@ from miles.config.sections import RunConfig
 from miles.data.prompts import load_prompts
 from miles.errors import ConfigError, MilesError
 from miles.loop import preflight, stages
-from miles.loop.build import build, context_len
+from miles.loop.build import build
 from miles.loop.placement import place
 from miles.loop.preflight import FAIL, OK, SKIP, WARN, Verdict
 from miles.loop.run_folder import open_run_folder, run_folder_of
@@ -130,7 +130,7 @@ def _load_data(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, checks:
     loaded = load_prompts(
         config.data,
         tokenizer,
-        max_context_len=context_len(config, spec),
+        max_context_len=spec.context_len(config.rollout.rollout_max_context_len),
         max_prompt_len=max_len,
         hooks=config.hooks,
     )

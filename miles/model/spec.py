@@ -66,6 +66,10 @@ class ModelSpec:
         num_vocab_matrices = 1 if self.tied_head else 2
         return layers + self.hidden_size + num_vocab_matrices * self.vocab_size * self.hidden_size
 
+    def context_len(self, wanted: int | None) -> int:
+        """Tokens of prompt and answer together: what was asked for, and never more than the model's positions."""
+        return min(wanted or self.max_position_embeddings, self.max_position_embeddings)
+
 
 def load_spec(folder: Path) -> ModelSpec:
     """Read `config.json` (and `generation_config.json` for end tokens). Raises `CheckpointError` when the folder is

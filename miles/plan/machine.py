@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from miles.errors import ConfigError
+
 GIB = 2**30
 # GiB that the driver reports, TFLOP/s of dense bfloat16 products, GB/s of memory, one memory for CPU and GPU
 _GPUS = {
@@ -58,13 +60,15 @@ class Machine:
 
 def gpu_machine(
     name: str, *, memory_gib: float | None = None, unified: bool | None = None, host_bytes: int, disk_bytes: int
-) -> Machine | None:
-    """A machine with the GPU whose name has the words of one of `GPU_NAMES`. None when none does and no memory is
-    given; with only a memory, the rates are those of the GB10 if it is unified, else of the A100."""
+) -> Machine:
+    """A machine with the GPU whose name has the words of one of `GPU_NAMES`; without one, but with a memory, its rates
+    are those of the GB10 if the memory is unified, else of the A100. Raises `ConfigError` when there is neither."""
     words = set(re.split(r"[\s_-]+", name.lower()))
     found = next((known for known in GPU_NAMES if words.issuperset(known.lower().split())), None)
     if found is None and memory_gib is None:
-        return None
+        raise ConfigError(
+            f"--gpu {name or '(none given)'}: not a known GPU; give --gpu-memory too, or one of {', '.join(GPU_NAMES)}"
+        )
     gib, tflops, gb_per_s, is_unified = _GPUS[found or ("GB10" if unified else "A100")]
     shares = is_unified if unified is None else unified
     memory_bytes = int((memory_gib or gib) * GIB * (UNIFIED_SHARE if shares else 1))

@@ -98,9 +98,12 @@ class Job:
         return "cuda" if self.machine.on_gpu else "cpu"
 
     @property
+    def context_len(self) -> int:
+        return self.spec.context_len(self.config.rollout.rollout_max_context_len)
+
+    @property
     def sample_len(self) -> int:
-        wanted = self.config.rollout.rollout_max_context_len or self.spec.max_position_embeddings
-        return min(self.prompt_len + self.answer_len, wanted, self.spec.max_position_embeddings)
+        return min(self.prompt_len + self.answer_len, self.context_len)
 
     @property
     def samples_per_step(self) -> int:

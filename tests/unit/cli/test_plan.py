@@ -35,6 +35,8 @@ def test_a_run_that_does_not_fit_ends_with_the_flags_that_help(capsys):
     advice = next(line for line in out.splitlines() if line.startswith("change"))
     first = advice.partition(": ")[2].split("; or ")[0].split()
     assert plan(capsys, *flags, *first)[0] == 0
+    flags = ["--hf-checkpoint", "Qwen3-4B", "--device", "cpu", "--host-memory", "0.5"]
+    assert "largest known model: none with these flags, none at best" in plan(capsys, *flags)[1]
 
 
 def test_too_little_room_on_disk_is_told_from_too_little_memory(capsys):
@@ -64,6 +66,10 @@ def test_longer_answers_take_longer(capsys):
         (["--hf-checkpoint", "Qwen3-4B", "--gpu", ""], "not a known GPU; give --gpu-memory"),
         (["--hf-checkpoint", "Qwen3-4B", "--unified-memory"], "not a known GPU; give --gpu-memory"),
         (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--device", "cpu"], "--device cpu computes on no GPU"),
+        (
+            ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--prompt-len", "40960"],
+            "--prompt-len 40960 leaves no room for an answer in a context of 40960 tokens",
+        ),
         (
             ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--lora-rank", "8", "--target-modules", "layers.99.*"],
             "--target-modules layers.99.*, without --exclude-modules (none), names no module of this model",

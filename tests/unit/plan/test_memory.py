@@ -15,6 +15,7 @@ from miles.config.flags import with_values
 from miles.config.lora_section import LoraConfig
 from miles.config.resolve import resolve
 from miles.config.sections import RunConfig
+from miles.errors import ConfigError
 from miles.model.activations import Recompute
 from miles.model.context import packed_context
 from miles.plan.advice import KNOBS, _less_on_host, changed, fastest, flags_text, largest_models, remedies
@@ -46,9 +47,7 @@ CPU = cpu_machine(host_bytes=64 * GIB, disk_bytes=0)
 
 
 def machine(name="H200", **changes):
-    found = gpu_machine(name, host_bytes=128 * GIB, disk_bytes=500 * GIB, **changes)
-    assert found is not None
-    return found
+    return gpu_machine(name, host_bytes=128 * GIB, disk_bytes=500 * GIB, **changes)
 
 
 def job(shape="Qwen3-0.6B", where=None, prompt_len=100, answer_len=1000, **flags) -> Job:
@@ -298,7 +297,7 @@ def test_a_smaller_rank_is_advised_where_adapters_take_the_memory():
 def test_what_fills_the_host_is_advised_to_leave_it():
     full = {"offload_train": True, "offload_rollout": True, "optimizer_cpu_offload": True, "async_save": True}
     small = gpu_machine("H200", host_bytes=16 * GIB, disk_bytes=0)
-    assert small is not None and estimate(job("Qwen3-4B", small)).fits
+    assert estimate(job("Qwen3-4B", small)).fits
     asked = job("Qwen3-4B", small, **full)
     (changes,) = remedies(asked)
     assert estimate(changed(asked, changes)).fits
@@ -417,7 +416,8 @@ def test_gpus_are_known_by_the_name_of_the_driver(driver_name, known):
 
 @pytest.mark.parametrize("name", ["Voodoo 2", "NVIDIA L40", "NVIDIA GB200", "NVIDIA RTX A1000", ""])
 def test_gpus_whose_names_have_another_in_them_are_not_taken_for_it(name):
-    assert gpu_machine(name, host_bytes=0, disk_bytes=0) is None
+    with pytest.raises(ConfigError, match="not a known GPU; give --gpu-memory too, or one of B200, "):
+        gpu_machine(name, host_bytes=0, disk_bytes=0)
 
 
 def test_planning_needs_no_torch():
