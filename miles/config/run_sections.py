@@ -1,4 +1,4 @@
-"""The flags of the run folder, the checkpoints and the processes: what may differ each time a run is resumed."""
+"""The flags of the run folder, the checkpoints, the processes and the machines."""
 
 from __future__ import annotations
 
@@ -138,4 +138,28 @@ class DebugConfig:
     debug_rollout_only: bool = flag(False, "write and score answers, and train nothing")
     save_debug_event_data: str | None = flag(
         None, "public name of a folder for events; events.jsonl in the run folder has them", effect=SATISFIED
+    )
+
+
+@dataclass(frozen=True)
+class PublicLayoutConfig:
+    """Layout flags of public Miles, satisfied by one device with one copy of the weights"""
+
+    colocate: bool = flag(True, "engine and trainer share the device", effect=SATISFIED)
+    actor_num_nodes: int = flag(1, "machines of the trainer", choices=(1,), effect=SATISFIED)
+    actor_num_gpus_per_node: int = flag(1, "GPUs of the trainer on a machine", choices=(1,), effect=SATISFIED)
+    num_gpus_per_node: int = flag(1, "GPUs of a machine", choices=(1,), effect=SATISFIED)
+    rollout_num_gpus: int = flag(1, "GPUs of the engines", choices=(1,), effect=SATISFIED)
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", choices=(1,), effect=SATISFIED)
+    update_weights_interval: int = flag(1, "rollouts between weight updates", choices=(1,), effect=SATISFIED)
+    check_weight_update_equal: bool = flag(
+        True, "engine and trainer have equal weights: they read the same tensors", effect=SATISFIED
+    )
+    balance_data: bool = flag(True, "micro-batches are balanced by tokens", effect=SATISFIED)
+    update_weight_buffer_size: int = flag(
+        536870912,
+        "bucket of a weight update; nothing is copied here",
+        unit="bytes",
+        effect=SATISFIED,
+        bounds=AT_LEAST_ONE,
     )

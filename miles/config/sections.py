@@ -25,7 +25,7 @@ from miles.config.hook_section import HookConfig
 from miles.config.lora_section import LoraConfig
 from miles.config.memory_section import MemoryConfig
 from miles.config.numerics_section import NumericsConfig
-from miles.config.run_sections import DebugConfig, ProcessConfig, RunDirConfig, TrackConfig
+from miles.config.run_sections import DebugConfig, ProcessConfig, PublicLayoutConfig, RunDirConfig, TrackConfig
 
 TOP_K = Bounds("-1 (keep all tokens) or at least 1", low=-1, gap=0)
 SEED = Bounds("from 0 to 2^63 - 1", low=0, high=2**63 - 1)
@@ -374,6 +374,9 @@ class BatchConfig:
     share_prompts_in_training: bool = flag(
         False, "compute the prompt of a group once for its answers in a micro-batch, forward and backward", resume=True
     )
+    balance_by_flops: bool = flag(
+        False, "balance micro-batches by their operations, attention included, instead of their tokens", resume=True
+    )
     use_dynamic_batch_size: bool = flag(True, "pack by tokens", effect=SATISFIED)
 
 
@@ -447,30 +450,6 @@ class EvalConfig:
     eval_top_k: int | None = flag(None, "default: --rollout-top-k", bounds=TOP_K, resume=True)
     eval_max_response_len: int | None = flag(
         None, "default: --rollout-max-response-len", unit="tokens", bounds=AT_LEAST_ONE
-    )
-
-
-@dataclass(frozen=True)
-class PublicLayoutConfig:
-    """Layout flags of public Miles, satisfied by one device with one copy of the weights"""
-
-    colocate: bool = flag(True, "engine and trainer share the device", effect=SATISFIED)
-    actor_num_nodes: int = flag(1, "machines of the trainer", choices=(1,), effect=SATISFIED)
-    actor_num_gpus_per_node: int = flag(1, "GPUs of the trainer on a machine", choices=(1,), effect=SATISFIED)
-    num_gpus_per_node: int = flag(1, "GPUs of a machine", choices=(1,), effect=SATISFIED)
-    rollout_num_gpus: int = flag(1, "GPUs of the engines", choices=(1,), effect=SATISFIED)
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", choices=(1,), effect=SATISFIED)
-    update_weights_interval: int = flag(1, "rollouts between weight updates", choices=(1,), effect=SATISFIED)
-    check_weight_update_equal: bool = flag(
-        True, "engine and trainer have equal weights: they read the same tensors", effect=SATISFIED
-    )
-    balance_data: bool = flag(True, "micro-batches are balanced by tokens", effect=SATISFIED)
-    update_weight_buffer_size: int = flag(
-        536870912,
-        "bucket of a weight update; nothing is copied here",
-        unit="bytes",
-        effect=SATISFIED,
-        bounds=AT_LEAST_ONE,
     )
 
 

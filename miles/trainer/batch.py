@@ -9,7 +9,7 @@ T: tokens fed to the decoder; R: trained tokens; S: samples.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,10 @@ def micro_batches(
     max_samples: int | None = None,
     learns: bool = False,
     share: bool = False,
+    cost: Callable[[int], int] = int,
 ) -> list[MicroBatch]:
-    """Pack these samples of the batch; those without a trained token need no forward pass.
+    """Pack these samples of the batch; those without a trained token need no forward pass. What each micro-batch takes
+    is evened out: tokens, or the `cost` of so many tokens in one sequence.
 
     With `share` the samples of a group that are in the same micro-batch compute their common prompt once, unless groups
     that stay together fill the micro-batches so badly that it takes longer.
@@ -131,7 +133,7 @@ def micro_batches(
     choices = [[Bundle([i]) for i in members]]
     if share:
         choices.append(_bundles(batch, members, max_tokens, max_samples))
-    packings = [_pack(batch, bundled, max_tokens, max_samples) for bundled in choices]
+    packings = [_pack(batch, bundled, max_tokens, max_samples, cost) for bundled in choices]
     packed, _ = min(packings, key=lambda packing: packing[1])
     return [_micro_batch(batch, bundled, starts, learns=learns) for bundled in packed]
 
@@ -211,16 +213,20 @@ def _bundles(batch: TokenBatch, members: Sequence[int], max_tokens: int, max_sam
 
 
 def _pack(
-    batch: TokenBatch, bundled: list[Bundle], max_tokens: int, max_samples: int | None
+    batch: TokenBatch, bundled: list[Bundle], max_tokens: int, max_samples: int | None, cost: Callable[[int], int]
 ) -> tuple[list[list[Bundle]], int]:
-    """Micro-batches, and their cost in tokens."""
-    lengths = [
-        bundle.num_shared + sum(len(batch.targets[i].inputs) - bundle.num_shared for i in bundle.members)
-        for bundle in bundled
-    ]
+    """Micro-batches, and their time in tokens."""
+    lengths, costs = (
+        [
+            of(bundle.num_shared)
+            + sum(of(len(batch.targets[i].inputs)) - of(bundle.num_shared) for i in bundle.members)
+            for bundle in bundled
+        ]
+        for of in (int, cost)
+    )
     if max_samples is not None and bundled:
         max_samples = max_samples // max(len(bundle.members) for bundle in bundled)
-    packed = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
+    packed = pack(lengths, costs, max_tokens=max_tokens, max_samples=max_samples)
     return [[bundled[i] for i in chosen] for chosen in packed], sum(lengths) + MICRO_BATCH_COST * len(packed)
 
 

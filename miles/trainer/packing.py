@@ -27,37 +27,46 @@ def canonical_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
     return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
 
 
-def pack(lengths: Sequence[int], *, max_tokens: int, max_samples: int | None = None) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int], costs: Sequence[int], *, max_tokens: int, max_samples: int | None = None
+) -> list[list[int]]:
     """Micro-batches as lists of positions in `lengths`, each of at most `max_tokens` tokens and `max_samples` samples.
 
-    A sample longer than the budget gets a micro-batch of its own. The others go, longest first, to the emptiest
-    micro-batch, which balances them; their number grows until all fit. Positions are ascending within a micro-batch.
+    A sample longer than the budget gets a micro-batch of its own. The others go, the costliest first, to the one that
+    costs least so far of those with room, which balances them; their number grows until all fit. Positions are
+    ascending within a micro-batch.
     """
     assert max_tokens > 0, f"the token budget must be positive, got {max_tokens}"
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    oversize = [i for i in longest_first if lengths[i] > max_tokens]
-    rest = longest_first[len(oversize) :]
+    oversize = [i for i, length in enumerate(lengths) if length > max_tokens]
+    rest = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-costs[i], i))
     most = max_samples or max(len(rest), 1)
     num_bins = max(-(-sum(lengths[i] for i in rest) // max_tokens), -(-len(rest) // most))
-    while (bins := _spread(lengths, rest, num_bins=num_bins, max_tokens=max_tokens, max_samples=most)) is None:
+    sizes = [(lengths[i], costs[i]) for i in rest]
+    while (bins := _spread(sizes, num_bins=num_bins, max_tokens=max_tokens, max_samples=most)) is None:
         num_bins += 1
-    return sorted([[i] for i in oversize] + bins)
+    return sorted([[i] for i in oversize] + [sorted(rest[place] for place in members) for members in bins if members])
 
 
 def _spread(
-    lengths: Sequence[int], longest_first: list[int], *, num_bins: int, max_tokens: int, max_samples: int
+    sizes: Sequence[tuple[int, int]], *, num_bins: int, max_tokens: int, max_samples: int
 ) -> list[list[int]] | None:
+    """Places in `sizes`, which has the length and the cost of each sample."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    emptiest = [(0, b) for b in range(num_bins)]
-    for i in longest_first:
-        while len(bins[emptiest[0][1]]) == max_samples:
-            heapq.heappop(emptiest)
-        used, b = emptiest[0]
-        if used + lengths[i] > max_tokens:
+    room, cheapest = [max_tokens] * num_bins, [(0, b) for b in range(num_bins)]
+    for place, (length, cost) in enumerate(sizes):
+        passed_over = []
+        while cheapest and room[cheapest[0][1]] < length:
+            passed_over.append(heapq.heappop(cheapest))
+        if not cheapest:
             return None
-        heapq.heapreplace(emptiest, (used + lengths[i], b))
-        bins[b].append(i)
-    return [sorted(members) for members in bins if members]
+        spent, b = heapq.heappop(cheapest)
+        bins[b].append(place)
+        room[b] -= length
+        if len(bins[b]) < max_samples:
+            heapq.heappush(cheapest, (spent + cost, b))
+        for other in passed_over:
+            heapq.heappush(cheapest, other)
+    return bins
 
 
 def bundles(
@@ -78,5 +87,5 @@ def bundles(
     if len(lengths) == 1 or num_shared == 0:
         return [Bundle([i]) for i in range(len(lengths))]
     own = [length - num_shared for length in lengths]
-    parts = pack(own, max_tokens=max(max_tokens - num_shared, 1), max_samples=max_samples)
+    parts = pack(own, own, max_tokens=max(max_tokens - num_shared, 1), max_samples=max_samples)
     return [Bundle(members, num_shared if len(members) > 1 else 0) for members in parts]

@@ -310,7 +310,11 @@ class LocalTrainer:
             max_samples=self.config.batch.micro_batch_size,
             learns=learns,
             share=self.config.batch.share_prompts_in_training,
+            cost=self._sequence_flops if self.config.batch.balance_by_flops else int,
         )
+
+    def _sequence_flops(self, num_tokens: int) -> int:
+        return forward_flops(self.model.spec, [num_tokens])
 
     def _step(
         self, batch: TokenBatch, inputs: TokenInputs, *, updates: bool, begun: int

@@ -13,11 +13,15 @@ from miles.trainer.packing import canonical_order, pack
 
 @given(
     lengths=st.lists(st.integers(0, 60), max_size=40),
+    power=st.integers(0, 2),
     max_tokens=st.integers(1, 100),
     max_samples=st.none() | st.integers(1, 5),
 )
-def test_every_sample_once_and_within_the_budget(lengths: list[int], max_tokens: int, max_samples: int | None) -> None:
-    bins = pack(lengths, max_tokens=max_tokens, max_samples=max_samples)
+def test_every_sample_once_and_within_the_budget(
+    lengths: list[int], power: int, max_tokens: int, max_samples: int | None
+) -> None:
+    costs = [length**power for length in lengths]
+    bins = pack(lengths, costs, max_tokens=max_tokens, max_samples=max_samples)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     for members in bins:
         assert members == sorted(members)
@@ -26,16 +30,29 @@ def test_every_sample_once_and_within_the_budget(lengths: list[int], max_tokens:
 
 
 def test_a_sample_longer_than_the_budget_is_alone_and_does_not_scatter_the_others() -> None:
-    assert pack([5, 100, 5, 5, 5], max_tokens=10) == [[0, 3], [1], [2, 4]]
+    lengths = [5, 100, 5, 5, 5]
+    assert pack(lengths, lengths, max_tokens=10) == [[0, 3], [1], [2, 4]]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_micro_batches_are_few_and_balanced(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(20, 140) for _ in range(128)]
-    totals = [sum(lengths[i] for i in members) for members in pack(lengths, max_tokens=1500)]
+    totals = [sum(lengths[i] for i in members) for members in pack(lengths, lengths, max_tokens=1500)]
     assert len(totals) <= -(-sum(lengths) // 1500) + 1
     assert max(totals) - min(totals) <= 20
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_balanced_is_the_cost(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [min(round(draw.lognormvariate(7.8, 1)), 16_384) for _ in range(256)]
+    costs = [length * (6_000 + length) for length in lengths]
+    by_tokens, by_cost = (
+        [sum(costs[i] for i in members) for members in pack(lengths, of, max_tokens=40_000)] for of in (lengths, costs)
+    )
+    assert len(by_cost) <= len(by_tokens) + 1
+    assert max(by_cost) / min(by_cost) < 1.11 < 1.17 < max(by_tokens) / min(by_tokens)
 
 
 def test_canonical_order_is_by_group_then_sample(make_samples) -> None:

@@ -96,6 +96,21 @@ def test_field_notes_9_and_10_gradient_does_not_depend_on_micro_batches(
     assert_same_gradients(split_gradients, whole_gradients, 1e-6)
 
 
+def test_operations_are_balanced_on_request_and_change_no_gradient(make_model, make_config, make_samples) -> None:
+    samples = make_samples(num_groups=2, group_size=16, lengths=[240, 220] + [9] * 30)
+    spreads, found = [], []
+    for by_flops in (False, True):
+        config = make_config(clip_grad=0.0, max_tokens_per_gpu=480, balance_by_flops=by_flops)
+        trainer = LocalTrainer(make_model(), None, config, total_steps=1)
+        packed = trainer._pack(token_batch(samples, trainer.device), range(len(samples)), learns=True)
+        flops = [trainer._forward_flops(micro_batch) for micro_batch in packed]
+        spreads.append(max(flops) / min(flops))
+        trainer.train(samples, rollout_id=0, weight_version=0)
+        found.append(gradients(trainer))
+    assert spreads[1] < 1.01 < 1.09 < spreads[0]
+    assert_same_gradients(found[1], found[0], 1e-6)
+
+
 def test_order_of_arrival_changes_no_bit(make_model, make_config, make_samples) -> None:
     samples = make_samples(num_groups=4)
     outcomes = []
