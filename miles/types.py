@@ -212,7 +212,14 @@ class TrainResult:
 
 
 class Trainer(Protocol):
-    """What `loop/` knows of a trainer."""
+    """What `loop/` knows of a trainer. `model` is a module whose parameters are updated in place; `num_updates` counts
+    the optimizer steps that changed them, `offloaded_bytes` what the last `offload` gave back of the GPU."""
+
+    model: Any
+    offloaded_bytes: int
+
+    @property
+    def num_updates(self) -> int: ...
 
     def train(self, samples: Sequence[TrainSample], *, rollout_id: int, weight_version: int) -> TrainResult: ...
 

@@ -44,8 +44,7 @@ from miles.rollout.replay import ReplayProducer, save_rollout
 from miles.rollout.rewards import RewardRunner
 from miles.rollout.sft import SftProducer
 from miles.rollout.to_train import to_train_samples
-from miles.trainer.trainer import LocalTrainer
-from miles.types import Sample, TrainResult
+from miles.types import Sample, Trainer, TrainResult
 
 logger = get_logger(__name__)
 
@@ -75,7 +74,7 @@ class Run:
     engine: LocalEngine | None  # None when nothing is generated
     evaluate: Callable[[int, str | None], Coroutine[Any, Any, EvalResult]] | None  # None without evaluation sets
     hooks: RolloutHooks
-    trainer: LocalTrainer
+    trainer: Trainer
     timers: Timers
     runner: asyncio.Runner
     metrics: MetricsWriter
