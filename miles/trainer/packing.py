@@ -1,14 +1,16 @@
-"""Which samples share a micro-batch. Pure Python.
+"""Which samples share a micro-batch.
 
 Samples are packed to a token budget, without padding, in as few micro-batches as the balance allows.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
+
+import numpy as np
 
 from miles.plan.memory import SHARED_MULTIPLE
 from miles.types import TrainSample
@@ -33,40 +35,37 @@ def pack(
     """Micro-batches as lists of positions in `lengths`, each of at most `max_tokens` tokens and `max_samples` samples.
 
     A sample longer than the budget gets a micro-batch of its own. The others go, the costliest first, to the one that
-    costs least so far of those with room, which balances them; their number grows until all fit. Positions are
+    costs least so far of those with room, which balances them; there are about as few as can hold all. Positions are
     ascending within a micro-batch.
     """
     assert max_tokens > 0, f"the token budget must be positive, got {max_tokens}"
     oversize = [i for i, length in enumerate(lengths) if length > max_tokens]
     rest = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-costs[i], i))
     most = max_samples or max(len(rest), 1)
-    num_bins = max(-(-sum(lengths[i] for i in rest) // max_tokens), -(-len(rest) // most))
-    sizes = [(lengths[i], costs[i]) for i in rest]
-    while (bins := _spread(sizes, num_bins=num_bins, max_tokens=max_tokens, max_samples=most)) is None:
-        num_bins += 1
-    return sorted([[i] for i in oversize] + [sorted(rest[place] for place in members) for members in bins if members])
 
+    def spread(num_bins: int) -> list[list[int]] | None:
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        room, spent = np.full(num_bins, max_tokens), np.zeros(num_bins, np.int64)
+        for i in rest:
+            fits = np.flatnonzero(room >= lengths[i])
+            if len(fits) == 0:
+                return None
+            b = fits[spent[fits].argmin()]
+            bins[b].append(i)
+            spent[b] += costs[i]
+            room[b] = room[b] - lengths[i] if len(bins[b]) < most else -1
+        return [sorted(members) for members in bins if members]
 
-def _spread(
-    sizes: Sequence[tuple[int, int]], *, num_bins: int, max_tokens: int, max_samples: int
-) -> list[list[int]] | None:
-    """Places in `sizes`, which has the length and the cost of each sample."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room, cheapest = [max_tokens] * num_bins, [(0, b) for b in range(num_bins)]
-    for place, (length, cost) in enumerate(sizes):
-        passed_over = []
-        while cheapest and room[cheapest[0][1]] < length:
-            passed_over.append(heapq.heappop(cheapest))
-        if not cheapest:
-            return None
-        spent, b = heapq.heappop(cheapest)
-        bins[b].append(place)
-        room[b] -= length
-        if len(bins[b]) < max_samples:
-            heapq.heappush(cheapest, (spent + cost, b))
-        for other in passed_over:
-            heapq.heappush(cheapest, other)
-    return bins
+    num_halves = sum(2 * lengths[i] > max_tokens for i in rest)  # no two of them fit together
+    least = max(-(-sum(lengths[i] for i in rest) // max_tokens), -(-len(rest) // most), num_halves)
+    # Thousands of samples may need hundreds more than the least: ever larger steps up, then halves down.
+    enough = least
+    while (bins := spread(enough)) is None:
+        enough += enough - least + 1
+    fewest = bisect.bisect_left(range(enough), True, (least + enough + 1) // 2, key=lambda n: spread(n) is not None)
+    bins = bins if fewest == enough else spread(fewest)
+    assert bins is not None, "the search ends at a number of them that holds all"
+    return sorted([[i] for i in oversize] + bins)
 
 
 def bundles(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,20 @@ def test_what_is_balanced_is_the_cost(seed: int) -> None:
     )
     assert len(by_cost) <= len(by_tokens) + 1
     assert max(by_cost) / min(by_cost) < 1.11 < 1.17 < max(by_tokens) / min(by_tokens)
+
+
+@pytest.mark.parametrize("shape", ["halves", "few a micro-batch"])
+def test_thousands_of_samples_are_packed_within_a_second(shape: str) -> None:
+    draw = random.Random(0)
+    lengths, most = [501] * 4000, None
+    if shape == "few a micro-batch":
+        lengths, most = [min(round(draw.lognormvariate(4, 1.5)), 1000) for _ in range(4000)], 12
+    costs = [length * (400 + length) for length in lengths]
+    begun = time.process_time()
+    bins = pack(lengths, costs, max_tokens=1000, max_samples=most)
+    assert time.process_time() - begun < 1.5
+    at_least = max(-(-sum(lengths) // 1000), sum(length > 500 for length in lengths), -(-4000 // (most or 4000)))
+    assert len(bins) <= 1.1 * at_least
 
 
 def test_canonical_order_is_by_group_then_sample(make_samples) -> None:
