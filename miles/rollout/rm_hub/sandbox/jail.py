@@ -175,6 +175,8 @@ def _supervise(
         init = os.fork()
         if init == 0:
             kernel.die_with_parent()
+            if select.select([go], [], [], 0)[0]:  # the worker has ended, so the supervisor may have, before that call
+                os._exit(1)
             _init(argv, files, inside, limits, report=report)
         os.write(report, b"p%d\n" % init)
         os.closerange(0, _MAX_DESCRIPTOR)
@@ -289,5 +291,6 @@ def _plain_code(code: int) -> int:
 
 
 def _give_up(report: int, error: Exception) -> None:
-    os.write(report, f"!{error}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # a worker that has ended
+        os.write(report, f"!{error}\n".encode())
     os._exit(1)

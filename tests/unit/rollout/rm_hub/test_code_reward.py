@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -190,6 +191,38 @@ def test_a_killed_worker_takes_its_jail_along(reward: BuiltinReward) -> None:
     end = time.monotonic() + 5
     while left_behind() and time.monotonic() < end:
         time.sleep(0.02)
+    assert left_behind() == []
+
+
+BUILDS_A_JAIL = """
+import os, sys, time
+from miles.rollout.rm_hub.sandbox import jail, kernel
+
+before, calls = kernel.die_with_parent, []
+
+def late():
+    calls.append(1)
+    if len(calls) == int(sys.argv[1]):
+        os.write(1, b"!")
+        time.sleep(0.1)
+    before()
+
+kernel.die_with_parent = late
+files = {"program.py": b"import time; time.sleep(600)"}
+jail.Jail(["program.py"], files=files, inside=[0], limits=jail.Limits())
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("process", [1, 2], ids=["supervisor", "init"])
+def test_a_worker_killed_while_it_builds_a_jail_leaves_no_process_and_no_word(process: int) -> None:
+    command = [sys.executable, "-c", BUILDS_A_JAIL, str(process)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.read(1) == b"!"
+        worker.kill()
+        assert worker.stdout.read() == b""  # until the last process of the jail has ended, or its program starts
+    time.sleep(0.05)
     assert left_behind() == []
 
 
