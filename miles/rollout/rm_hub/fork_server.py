@@ -49,7 +49,9 @@ def fork_for_requests(control: socket.socket, run: Callable[[Any], Any], workers
         pid = os.fork()
         if pid == 0:
             control.close()
-            with contextlib.suppress(EOFError, ConnectionError):  # the owner has closed the pipe
+            if sys.platform == "linux":
+                resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+            with contextlib.suppress(EOFError, OSError):  # the owner has closed the pipe, perhaps within a message
                 work(Connection(descriptors[0]), run)
             os._exit(0)
         workers.add(pid)
@@ -59,8 +61,6 @@ def fork_for_requests(control: socket.socket, run: Callable[[Any], Any], workers
 
 def work(pipe: Connection, run: Callable[[Any], Any]) -> None:
     """Run tasks until the pipe raises, closed by its owner. Replies are (READY or DONE or FAILED, value or text)."""
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     pipe.send((READY, None))
     while True:
         task = pipe.recv()
@@ -73,6 +73,7 @@ def work(pipe: Connection, run: Callable[[Any], Any]) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole process group; the owner decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it had to wait until here: see `pool.py`
     control = socket.socket(fileno=int(sys.argv[1]))
     run = importlib.import_module(sys.argv[2]).run
     for task in json.loads(sys.argv[3]):

@@ -95,12 +95,17 @@ class WorkerPool:
         """Start the processes; they import while the caller goes on."""
         ours, theirs = socket.socketpair()
         self._control = ours
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), self._module, self._warm_up],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        # A new process inherits the mask: Ctrl+C would end it with a traceback before it can ignore it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), self._module, self._warm_up],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._thread = threading.Thread(target=self._run, name="grading-pool", daemon=True)
         self._thread.start()

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -147,6 +149,11 @@ def test_a_module_that_cannot_be_imported_fails_every_task() -> None:
     broken.close()
 
 
+def test_a_server_that_has_just_started_ignores_an_interrupt(pool: WorkerPool) -> None:
+    pool._server.send_signal(signal.SIGINT)
+    assert pool.submit(("square", 3)).result(timeout=10).value == 9
+
+
 def test_a_killed_server_is_reported(pool: WorkerPool) -> None:
     assert pool.submit(("square", 2)).result(timeout=10).value == 4
     os.kill(pool._server.pid, signal.SIGKILL)
@@ -177,6 +184,12 @@ def server_of_its_own(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes],
     assert server.returncode == 0
 
 
+def message(task: float) -> bytes:
+    """What `Connection.send` writes."""
+    content = pickle.dumps(task)
+    return struct.pack("!i", len(content)) + content
+
+
 def go_on(server: subprocess.Popen[bytes]) -> None:
     assert server.stdin is not None
     server.stdin.write(b"!")
@@ -195,18 +208,20 @@ def test_a_server_whose_owner_ends_before_it_reads_the_greeting_says_nothing(tmp
         wait_until(lambda: select.select([control], [], [], 0)[0])
 
 
-@pytest.mark.parametrize("task_s", [None, 0.2], ids=["before it is ready", "in a task"])
-def test_a_worker_whose_owner_closes_its_pipe_says_nothing(tmp_path: Path, task_s: float | None) -> None:
+@pytest.mark.parametrize(
+    "sent", [None, message(0.2), message(0.2)[:6]], ids=["before it is ready", "in a task", "in a message"]
+)
+def test_a_worker_whose_owner_closes_its_pipe_says_nothing(tmp_path: Path, sent: bytes | None) -> None:
     with server_of_its_own(tmp_path) as (server, control):
         go_on(server)
         assert control.recv(1) == b"!"
         ours, theirs = socket.socketpair()
         socket.send_fds(control, [b"+"], [theirs.fileno()])
         theirs.close()
-        if task_s is not None:
+        if sent is not None:
             pipe = Connection(ours.detach())
             assert pipe.recv() == (READY, None)
-            pipe.send(task_s)
+            os.write(pipe.fileno(), sent)
             pipe.close()
         ours.close()
         worker = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "little")
