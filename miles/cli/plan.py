@@ -107,10 +107,8 @@ def _settings(argv: list[str]) -> RunConfig:
 
 def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
     host_bytes = int(arguments.host_memory * GIB) if arguments.host_memory else host_memory()
-    save = Path(str(config.run_dir.save))
-    disk_bytes = int(arguments.disk * GIB) if arguments.disk else free_disk(save)
-    found = gpu_names()
-    name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(found), ""))
+    disk_bytes = int(arguments.disk * GIB) if arguments.disk else free_disk(Path(str(config.run_dir.save)))
+    name = arguments.gpu or ("" if arguments.gpu_memory else next(iter(gpu_names()), ""))
     machine = cpu_machine(host_bytes=host_bytes, disk_bytes=disk_bytes)
     describes_gpu = arguments.gpu is not None or arguments.gpu_memory or arguments.unified_memory
     if config.model.device == "cpu" and describes_gpu:
@@ -125,6 +123,8 @@ def _machine(arguments: argparse.Namespace, config: RunConfig) -> Machine:
         )
     if arguments.measure:
         gpu, torch = importlib.import_module("miles.observe.gpu"), importlib.import_module("torch")
+        if machine.on_gpu and not torch.cuda.is_available():
+            raise ConfigError("--measure: PyTorch sees no GPU here; leave out --measure, or give --device cpu")
         dtype = torch.bfloat16 if machine.on_gpu else torch.float32
         rates = gpu.measure_rates(torch.device("cuda" if machine.on_gpu else "cpu"), dtype)
         machine = replace(machine, **asdict(rates))

@@ -79,13 +79,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run to plan. `prompt_len` and `answer_len` are what its samples are expected to have, at most."""
+    """A run to plan. `prompt_len` and `max_answer_len` are what its samples are expected to have, at most."""
 
     config: RunConfig
     spec: ModelSpec
     machine: Machine
     prompt_len: int
-    answer_len: int
+    max_answer_len: int
 
     @property
     def itemsize(self) -> int:
@@ -100,6 +100,11 @@ class Job:
     @property
     def context_len(self) -> int:
         return self.spec.context_len(self.config.rollout.rollout_max_context_len)
+
+    @property
+    def answer_len(self) -> int:
+        """Tokens: an answer also ends where the context is full."""
+        return max(min(self.max_answer_len, self.context_len - self.prompt_len), 1)
 
     @property
     def sample_len(self) -> int:

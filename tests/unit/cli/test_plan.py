@@ -53,6 +53,8 @@ def test_longer_answers_take_longer(capsys):
         return json.loads(out)["seconds"]["step"]
 
     assert seconds("--answer-len", "200") < 0.4 * seconds() < 0.4 * seconds("--rollout-max-response-len", "4096")
+    fills = ("--prompt-len", "40000", "--answer-len")
+    assert seconds(*fills, "960") == seconds(*fills, "40960")  # an answer ends where the context is full
 
 
 @pytest.mark.parametrize(
@@ -70,13 +72,15 @@ def test_longer_answers_take_longer(capsys):
             ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--prompt-len", "40960"],
             "--prompt-len 40960 leaves no room for an answer in a context of 40960 tokens",
         ),
+        (["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--measure"], "--measure: PyTorch sees no GPU here; leave out"),
         (
             ["--hf-checkpoint", "Qwen3-4B", *MACHINE, "--lora-rank", "8", "--target-modules", "layers.99.*"],
             "--target-modules layers.99.*, without --exclude-modules (none), names no module of this model",
         ),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, argv, message):
+def test_bad_input_is_one_sentence(capsys, monkeypatch, argv, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = plan(capsys, *argv)
     assert code == 2 and message in err
 
