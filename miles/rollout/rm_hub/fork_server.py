@@ -29,34 +29,29 @@ FAILED = "failed"
 
 
 def serve(control: socket.socket, run: Callable[[Any], Any]) -> None:
-    """Fork a worker for each request until the owner is gone."""
+    """Fork a worker for each request until the owner is gone. A worker itself never returns from here."""
     workers: set[int] = set()
     with contextlib.suppress(ConnectionError):  # an owner that ended with a byte of ours unread
-        fork_for_requests(control, run, workers)
+        control.sendall(b"!")  # the imports are done
+        while True:
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not request:
+                break
+            workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0] == pid}
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                if sys.platform == "linux":
+                    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+                with contextlib.suppress(EOFError, OSError):  # the owner has closed the pipe, perhaps within a message
+                    work(Connection(descriptors[0]), run)
+                os._exit(0)
+            workers.add(pid)
+            os.close(descriptors[0])
+            control.sendall(pid.to_bytes(8, "little"))
     for pid in workers:
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
             os.kill(pid, signal.SIGKILL)
-
-
-def fork_for_requests(control: socket.socket, run: Callable[[Any], Any], workers: set[int]) -> None:
-    """Note each new worker's process id in `workers`. A worker itself never returns from here."""
-    control.sendall(b"!")  # the imports are done
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not request:
-            return
-        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0] == pid}
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            if sys.platform == "linux":
-                resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-            with contextlib.suppress(EOFError, OSError):  # the owner has closed the pipe, perhaps within a message
-                work(Connection(descriptors[0]), run)
-            os._exit(0)
-        workers.add(pid)
-        os.close(descriptors[0])
-        control.sendall(pid.to_bytes(8, "little"))
 
 
 def work(pipe: Connection, run: Callable[[Any], Any]) -> None:

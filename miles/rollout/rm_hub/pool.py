@@ -93,8 +93,7 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start the processes; they import while the caller goes on."""
-        ours, theirs = socket.socketpair()
-        self._control = ours
+        self._control, theirs = socket.socketpair()
         # A new process inherits the mask: Ctrl+C would end it with a traceback before it can ignore it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
