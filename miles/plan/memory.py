@@ -175,7 +175,7 @@ class Job:
     def _packed(self, max_tokens: int, shared: int) -> tuple[int, MicroBatch]:
         """What it costs, in tokens, to read so many first tokens of a group once, and the micro-batch."""
         config, num_samples = self.config, self.samples_per_step
-        own = self.sample_len - 1 - shared  # nothing is predicted after the last token
+        own = max(self.sample_len - 1 - shared, 1)  # nothing is predicted after the last token
         most = config.batch.micro_batch_size or num_samples
         group = min(samples_per_rollout(config) // config.rollout.rollout_batch_size, num_samples) if shared else 1
         parts = -(-group // min(max((max_tokens - shared) // own, 1), most))  # of a group, as even as possible
