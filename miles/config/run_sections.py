@@ -157,9 +157,5 @@ class PublicLayoutConfig:
     )
     balance_data: bool = flag(True, "micro-batches are balanced by tokens", effect=SATISFIED)
     update_weight_buffer_size: int = flag(
-        536870912,
-        "bucket of a weight update; nothing is copied here",
-        unit="bytes",
-        effect=SATISFIED,
-        bounds=AT_LEAST_ONE,
+        2**29, "bucket of a weight update; nothing is copied here", unit="bytes", effect=SATISFIED, bounds=AT_LEAST_ONE
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.errors import CheckpointError
 
+MAX_COUNT = 2**27  # of layers, tokens or numbers in a row: beyond what any model has
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -76,39 +77,41 @@ def load_spec(folder: Path) -> ModelSpec:
     not a model or asks for something this decoder does not do."""
     path = folder / "config.json"
     config = _read_json(path)
-    architectures = config.get("architectures") or ["(none named)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        own_code = "; it needs code of its own (auto_map), which is never run here" if "auto_map" in config else ""
-        raise CheckpointError(
-            f"{path}: architecture {architectures[0]} is not supported{own_code}; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    _refuse_unsupported(path, config)
     try:
-        return _spec_from_config(path, config, architecture=architectures[0])
+        _refuse_unsupported(path, config)
+        return _spec_from_config(path, config)
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error} is missing; take config.json from the model's source") from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; take config.json from the model's source") from None
 
 
-def _spec_from_config(path: Path, config: dict[str, Any], *, architecture: str) -> ModelSpec:
+def _spec_from_config(path: Path, config: dict[str, Any]) -> ModelSpec:
+    architecture = config["architectures"][0]
     is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads)
+
+    def count(name: str, default: int | None = None) -> int:
+        value = config[name] if default is None else config.get(name) or default
+        if type(value) is not int or not 0 < value < MAX_COUNT:
+            raise ValueError(f"{name} is {value!r:.80}, expected a whole number from 1 to below {MAX_COUNT:,}")
+        return value
+
+    num_heads, hidden_size = count("num_attention_heads"), count("hidden_size")
     theta, scaling = _rope(path, config)
     attention_bias = not is_qwen2 and config.get("attention_bias", False)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+        vocab_size=count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=count("intermediate_size"),
+        num_layers=count("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        num_kv_heads=count("num_key_value_heads", num_heads),
+        head_dim=count("head_dim", 128 if is_qwen3 else hidden_size // num_heads),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=config["max_position_embeddings"],
+        max_position_embeddings=count("max_position_embeddings"),
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=is_qwen2 or attention_bias,
         output_bias=attention_bias,
@@ -137,6 +140,13 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, Llama3Rope | None]
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    architectures = config.get("architectures") or ["(none named)"]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        own_code = "; it needs code of its own (auto_map), which is never run here" if "auto_map" in config else ""
+        raise CheckpointError(
+            f"{path}: architecture {architectures[0]} is not supported{own_code}; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
     layer_types = set(config.get("layer_types") or ())
     rope = {**config, **(config.get("rope_parameters") or {})}
     reasons = {
@@ -163,7 +173,7 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"{path} does not exist; expected a Hugging Face model folder with {path.name}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None

@@ -216,14 +216,12 @@ def _pack(
     batch: TokenBatch, bundled: list[Bundle], max_tokens: int, max_samples: int | None, cost: Callable[[int], int]
 ) -> tuple[list[list[Bundle]], int]:
     """Micro-batches, and their time in tokens."""
-    lengths, costs = (
-        [
-            of(bundle.num_shared)
-            + sum(of(len(batch.targets[i].inputs)) - of(bundle.num_shared) for i in bundle.members)
-            for bundle in bundled
-        ]
-        for of in (int, cost)
-    )
+
+    def together(bundle: Bundle, of: Callable[[int], int]) -> int:
+        shared = of(bundle.num_shared)
+        return shared + sum(of(len(batch.targets[i].inputs)) - shared for i in bundle.members)
+
+    lengths, costs = ([together(bundle, of) for bundle in bundled] for of in (int, cost))
     if max_samples is not None and bundled:
         max_samples = max_samples // max(len(bundle.members) for bundle in bundled)
     packed = pack(lengths, costs, max_tokens=max_tokens, max_samples=max_samples)

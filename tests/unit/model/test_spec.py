@@ -104,3 +104,26 @@ def test_a_bad_config_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({key: CONFIG[key] for key in CONFIG if key != "hidden_size"}))
     with pytest.raises(CheckpointError, match="hidden_size"):
         load_spec(tmp_path)
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        load_spec(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("value", ["x", 0, -1, 1.5, True, [], 10**12])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size"])
+def test_a_size_that_no_model_has_is_named(key, value, tmp_path):
+    if key == "head_dim" and value in (0, []):  # as missing: the family's default
+        assert load_spec(write(tmp_path, head_dim=value)).head_dim > 0
+        return
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is .*, expected a whole number from 1"):
+        load_spec(write(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rms_norm_eps": "x"}, {"rope_theta": []}, {"rope_scaling": 5}, {"architectures": 5}, {"layer_types": 1}],
+    ids=str,
+)
+def test_a_value_of_another_type_is_no_traceback(changes, tmp_path):
+    with pytest.raises(CheckpointError, match="take config.json from the model's source"):
+        load_spec(write(tmp_path, **changes))
