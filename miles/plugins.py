@@ -163,22 +163,24 @@ class HookThread:
         """The result of the function. Raises what it raises, or `HookTimeoutError` when it runs for longer than
         `timeout_s`; time spent waiting for other calls of this thread does not count."""
         while True:
-            loop = self._loop
-            call = _HookCall(function, arguments)
-            running = asyncio.run_coroutine_threadsafe(call.run(), loop)
+            loop, call = self._loop, _HookCall(function, arguments)
+            loop.call_soon_threadsafe(call.begin)
             self._queued[call.turn] = None
+            outcome = asyncio.wrap_future(call.outcome)
             try:
                 await call.turn.wait()
-                if call.has_begun:
-                    done, _ = await asyncio.wait([call.outcome], timeout=timeout_s)
+                if not call.outcome.cancel():  # it has begun
+                    done, _ = await asyncio.wait([outcome], timeout=timeout_s)
                     if done:
+                        outcome.exception()  # now asyncio knows that it was read; of a `TimeoutError` it has a copy
                         return call.outcome.result()
                     await self._leave_if_stuck(loop)
                     raise HookTimeoutError
             finally:
                 self._queued.pop(call.turn, None)
-                call.outcome.cancel()  # nobody waits for it any more
-                running.cancel()
+                call.outcome.cancel()  # nobody waits for it any more: it need not begin,
+                outcome.cancel()  # and what it still says is of no interest
+                loop.call_soon_threadsafe(call.end)
 
     async def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Leave a blocked thread to itself, and let the calls behind it start again in a new one."""
@@ -199,30 +201,26 @@ class _HookCall:
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._function, self._arguments = function, arguments
         self._caller = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
         self.turn = asyncio.Event()
-        self.outcome: asyncio.Future[Any] = self._caller.create_future()
-        self.has_begun = False
+        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def begin(self) -> None:
+        if not self.outcome.cancelled():
+            self._task = asyncio.ensure_future(self.run())
+
+    def end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
-        if self.outcome.done():  # given up, or begun again in a new thread
+        if not self.outcome.set_running_or_notify_cancel():  # given up, or begun again in a new thread
             return
-        self.has_begun = True
         self._caller.call_soon_threadsafe(self.turn.set)
         try:
             value = self._function(*self._arguments)
             value = await value if inspect.isawaitable(value) else value
         except BaseException as error:  # not caught here: the caller raises it
-            self._settle(None, _for_future(error))
+            self.outcome.set_exception(_for_future(error))
         else:
-            # at once, and not through this loop, which may have to run other plain functions first
-            self._settle(value, None)
-
-    def _settle(self, value: Any, error: BaseException | None) -> None:
-        def settle() -> None:
-            if error is not None and not self.outcome.done():
-                self.outcome.set_exception(error)
-            elif not self.outcome.done():
-                self.outcome.set_result(value)
-
-        if not self.outcome.done():
-            self._caller.call_soon_threadsafe(settle)
+            self.outcome.set_result(value)

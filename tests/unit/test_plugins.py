@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -182,3 +184,26 @@ def test_a_stop_iteration_reaches_the_caller() -> None:
 
     asyncio.run(run())
     hooks.close()
+
+
+def test_a_call_given_up_before_its_turn_leaves_no_warning() -> None:
+    async def give_up() -> None:
+        thread = HookThread("given up")
+        busy = asyncio.create_task(thread.call(time.sleep, 0.1, timeout_s=5))
+        await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(thread.call(time.sleep, 0, timeout_s=5))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        thread.close()
+        await busy
+
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        asyncio.run(give_up())
+        for thread in threading.enumerate():
+            if thread.name == "given up":
+                thread.join(timeout=10)
+        gc.collect()
+    assert [str(one.message) for one in caught if one.category is RuntimeWarning] == []

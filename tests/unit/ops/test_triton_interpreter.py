@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve()
 OLDEST_TRITON = (3, 8)
 
 
+@pytest.mark.timeout(600)  # half a minute on a quiet machine
 def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
