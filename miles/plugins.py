@@ -192,7 +192,7 @@ class HookThread:
                 turn.set()
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._loop.call_later, 0.01, self._loop.stop)  # calls given up end before
 
 
 class _HookCall:
