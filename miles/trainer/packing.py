@@ -6,6 +6,7 @@ Samples are packed to a token budget, without padding, in as few micro-batches a
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -43,6 +44,7 @@ def pack(
     rest = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-costs[i], i))
     most = max_samples or max(len(rest), 1)
 
+    @functools.cache
     def spread(num_bins: int) -> list[list[int]] | None:
         bins: list[list[int]] = [[] for _ in range(num_bins)]
         room, spent = np.full(num_bins, max_tokens), np.zeros(num_bins, np.int64)
@@ -57,13 +59,13 @@ def pack(
         return [sorted(members) for members in bins if members]
 
     num_halves = sum(2 * lengths[i] > max_tokens for i in rest)  # no two of them fit together
-    least = max(-(-sum(lengths[i] for i in rest) // max_tokens), -(-len(rest) // most), num_halves)
-    # Thousands of samples may need hundreds more than the least: ever larger steps up, then halves down.
-    enough = least
-    while (bins := spread(enough)) is None:
+    enough = least = max(-(-sum(lengths[i] for i in rest) // max_tokens), -(-len(rest) // most), num_halves)
+    # Thousands of samples may need hundreds more than the least: ever larger steps up, then halves down to the last
+    # number that was not enough.
+    while spread(enough) is None:
         enough += enough - least + 1
     fewest = bisect.bisect_left(range(enough), True, (least + enough + 1) // 2, key=lambda n: spread(n) is not None)
-    bins = bins if fewest == enough else spread(fewest)
+    bins = spread(fewest)
     assert bins is not None, "the search ends at a number of them that holds all"
     return sorted([[i] for i in oversize] + bins)
 
